@@ -1,0 +1,74 @@
+"""The command line: finds the sub-command, and turns every error into one line and an exit code.
+
+Exit codes: 0 done, 1 a run or the program failed, 2 the user asked for something that cannot be, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from millpond import __version__
+from millpond.core.errors import InvalidArgument, MillpondError, NotShareable, OutOfDisk, OutOfMemory
+
+# Each is a module of millpond.commands, imported when it is called: the others' imports take seconds.
+COMMANDS = {
+    "train": "train a policy, in one process or with worker processes",
+    "eval": "play episodes with the policy of a run, without exploration",
+}
+
+_USERS = (InvalidArgument, NotShareable, OutOfDisk, OutOfMemory)  # what the user can put right
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run ``millpond WORDS`` and return its exit code."""
+    words = sys.argv[1:] if words is None else words
+    name = words[0] if words else ""
+    if name in ("", "-h", "--help", "help"):
+        print(_usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name in ("-V", "--version"):
+        print(f"millpond {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return _complain("millpond", f"unknown command {name!r}; there are: {', '.join(COMMANDS)}", 2)
+    try:
+        return _load(name).main(words[1:])  # type: ignore[no-any-return]
+    except _USERS as error:
+        return _complain(f"millpond {name}", str(error), 2)
+    except MillpondError as error:
+        return _complain(f"millpond {name}", f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        return _complain(f"millpond {name}", "interrupted", 128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _load(name: str) -> Any:
+    try:
+        return importlib.import_module(f"millpond.commands.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "millpond":
+            raise
+        raise InvalidArgument(
+            f"the package {error.name!r} is not installed: pip install 'millpond[train]' brings it"
+        ) from None
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    return f"usage: millpond COMMAND …\n\n{lines}\n\n`millpond COMMAND --help` tells more about one of them."
+
+
+def _complain(who: str, text: str, code: int) -> int:
+    print(f"{who}: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

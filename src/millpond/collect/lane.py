@@ -1,0 +1,128 @@
+"""One worker's share of a run: reserve, pull weights, roll out, hand over, count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDict
+
+from millpond.collect.budget import FrameBudget
+from millpond.collect.rollout import Rollout
+from millpond.core.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from millpond.core.roles import CancelEvent
+from millpond.weights import WeightBoard
+
+
+class Lane:
+    """Collects batches of ``frames_per_batch`` frames on line ``line`` of a budget, and counts them exactly once.
+
+    ``batch`` gives one and holds its reservation; then comes ``write``, or ``settle``, or ``abandon``. Until it is
+    counted its frames stay in the rollout: after a cancelled write the next ``batch`` returns it again.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        budget: FrameBudget,
+        *,
+        line: int,
+        frames_per_batch: int,
+        random_frames: int = 0,
+        weights: WeightBoard | None = None,
+    ) -> None:
+        self.rollout, self.budget, self.line = rollout, budget, line
+        self.frames_per_batch, self.random_frames, self.weights = frames_per_batch, random_frames, weights
+        self.granted = 0  # frames reserved for the batch that is in the making, or made
+        self.dropped = 0  # frames that the buffer refused under "drop_newest"
+        self._random = 0
+        self._made: TensorDict | None = None
+        self._receipt: int | None = None  # the last number that we left in the buffer
+
+    def batch(self, stopped: Callable[[], bool]) -> TensorDict | None:
+        """The next batch, in memory that the next call uses again.
+
+        None: every frame is reserved by somebody (``granted`` is 0), or ``stopped()``; then a later call goes on.
+        """
+        if self._made is not None:
+            return self._made
+        if not self.granted and not self._reserve():
+            return None
+        if self.rollout.collect(self.granted, random_frames=self._random, stopped=stopped):
+            self._made = self.rollout.rows.first(self.granted)
+        return self._made
+
+    def _reserve(self) -> bool:
+        span = self.budget.reserve_span(
+            self.frames_per_batch, worker=self.line, multiple_of=self.rollout.rows.time or 1
+        )
+        self.begin(span.frames, random_frames=max(0, self.random_frames - span.first))
+        return span.frames > 0
+
+    def begin(self, granted: int, *, random_frames: int) -> None:
+        """The next batch has ``granted`` frames, reserved by somebody for this line; weights are pulled now."""
+        self.granted, self._random = granted, random_frames
+        if granted and self.weights is not None:
+            self.rollout.version = self.weights.pull(self.rollout.policy)
+
+    def write(self, replay: Any, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> int:
+        """Write the batch, and count it. How many frames were written: 0 where the buffer drops new ones.
+
+        A kill at any instant leaves the batch written and countable, or neither: see ``budget``.
+
+        Raises:
+            InvalidArgument: somebody else writes to this buffer under the number of this line.
+            Whatever ``extend`` raises; nothing was written or counted then.
+        """
+        frames, batch = self.granted, self._made
+        assert batch is not None
+        last = replay.receipt(self.line)
+        if self._receipt not in (None, last):
+            raise InvalidArgument(f"another collector writes to this buffer on line {self.line}; share one FrameBudget")
+        self.budget.intend(self.line, frames=frames, receipt=last + 1)
+        try:
+            slots = replay.extend(batch, timeout=timeout, cancel_event=cancel_event, receipt=(self.line, last + 1))
+        except BaseException:
+            if replay.receipt(self.line) == last + 1:  # an interrupt came after the write
+                self._count(frames, last + 1)
+            raise
+        if slots.numel() == 0:
+            self.dropped += frames
+            self.budget.refund(self.line, frames=frames)
+            self.handed_over()
+            return 0
+        self._count(frames, last + 1)
+        return frames
+
+    def offer(self, replay: Any, *, cancel_event: CancelEvent, stopping: Callable[[], bool]) -> int | None:
+        """Write the batch, unless ``cancel_event`` cuts that off; then None, and the batch is kept.
+
+        An event that is set in order to pause does not keep out what there is room for; one that is set to stop does.
+        """
+        with contextlib.suppress(Cancelled):
+            return self.write(replay, cancel_event=cancel_event)
+        if not stopping():
+            with contextlib.suppress(DeadlineExceeded):
+                return self.write(replay, timeout=0.0)
+        return None
+
+    def _count(self, frames: int, receipt: int) -> None:
+        self._receipt = receipt
+        self.settle()
+
+    def settle(self) -> None:
+        """The batch was handed over: count it."""
+        self.budget.commit(self.line, frames=self.granted)
+        self.handed_over()
+
+    def handed_over(self) -> None:
+        """The batch was handed over, to somebody who counts it."""
+        self.granted, self._made = 0, None
+        self.rollout.rows.drop()
+
+    def abandon(self) -> None:
+        """Give back what is reserved. What was collected stays in the rollout."""
+        if self.granted:
+            self.budget.refund(self.line, frames=self.granted)
+        self.granted, self._made = 0, None

@@ -1,0 +1,312 @@
+"""Steps environments with a policy and keeps what happened: the inner loop of every collector."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from millpond.collect.rows import DONE, EPISODE, REWARD, STEP, TERMINATED, TRUNCATED, VERSION, Rows, transition_fields
+from millpond.core.errors import InvalidArgument, NonFinite, SchemaMismatch
+from millpond.envs.autoreset import Step, Stepper
+from millpond.envs.spaces import nested
+
+Mask = npt.NDArray[np.bool_]
+RANDOM = -1  # the policy version of a random action: no weights had a part in it
+PATIENCE = 1000  # steps in a row that one environment may give nothing but NaN
+_ORIGIN_BITS, _INCARNATION_BITS, _COUNT_BITS = 15, 12, 36
+_HUGE = 1e37  # squares that sum to less contain neither NaN nor infinity
+
+
+class Quarantined(NamedTuple):
+    """A transition that was not stored because a number in it was not finite."""
+
+    key: str
+    env: int
+    step: int
+
+
+class Tally:
+    """What a rollout has counted so far. Never reset."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.quarantined = self.unbootstrappable = self.resets = self.episodes = 0
+        self.recent: deque[Quarantined] = deque(maxlen=32)
+        self.finished: deque[tuple[float, int]] = deque(maxlen=32)  # return, length
+        self._return = np.zeros(num_envs)
+
+    def count(self, step: Step, steps: npt.NDArray[np.int64]) -> None:
+        """One step of all environments; ``steps``: the number of each within its episode, from 0."""
+        self._return += step.reward
+        if step.stored is not None:
+            self.resets += int(np.count_nonzero(~step.stored))
+            self._return[~step.stored] = 0.0
+        if step.lost is not None:
+            self.unbootstrappable += int(np.count_nonzero(step.lost))
+        if step.ended is not None:
+            for i in np.flatnonzero(step.ended)[-32:]:
+                self.finished.append((float(self._return[i]), int(steps[i]) + 1))
+            self.episodes += int(np.count_nonzero(step.ended))
+            self._return[step.ended] = 0.0
+
+
+class EpisodeIds:
+    """Numbers for episodes that no other worker, and no earlier life of this one, hands out.
+
+    ``origin`` (15 bits) tells the worker, ``incarnation`` (12 bits) its life; 36 bits count.
+    """
+
+    def __init__(self, origin: int, incarnation: int) -> None:
+        if not 0 <= origin < 1 << _ORIGIN_BITS:
+            raise InvalidArgument(f"worker {origin}: episode ids have room for {1 << _ORIGIN_BITS} workers")
+        high = origin << _INCARNATION_BITS | incarnation % (1 << _INCARNATION_BITS)
+        self.next = high << _COUNT_BITS
+
+    def take(self, n: int) -> npt.NDArray[np.int64]:
+        first, self.next = self.next, self.next + n
+        return np.arange(first, first + n, dtype=np.int64)
+
+
+class Rollout:
+    """``num_envs`` environments that are stepped together, and the rows that this gives.
+
+    ``policy`` maps a TensorDict with ``observation`` to one with ``action``; None acts randomly. Weights are not its
+    matter: set ``version`` to the number of those that the policy holds. ``seed`` decides environments, random actions
+    and, where it can be reseeded, the policy; None takes one from the system.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        policy: Any = None,
+        *,
+        columns: int,
+        time: int | None = None,
+        origin: int = 0,
+        incarnation: int = 0,
+        seed: int | None = None,
+        keep_float64: bool = False,
+    ) -> None:
+        self.stepper, self.policy, n = stepper, policy, stepper.num_envs
+        fields = transition_fields(stepper.observation_leaves, stepper.action_leaves, keep_float64=keep_float64)
+        self.rows = Rows(fields, num_envs=n, columns=columns, time=time)
+        self.tally = Tally(n)
+        self.version = RANDOM if policy is None else 0
+        self._origin, self._seed = origin, seed
+        self._live(incarnation)
+        self._episode, self._step = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self._suspects: list[tuple[str, Mask]] = []  # of the step in the making: which rows are not finite, and where
+        self._sick = False  # was anything quarantined in the step before?
+        self._streak = np.zeros(n, np.int64)  # how many steps in a row were quarantined
+        self._observation: Any = None  # what to act on; None before the first step
+        self._floats = [leaf for leaf in stepper.observation_leaves if leaf.dtype.kind == "f"]
+
+    def collect(self, frames: int, *, random_frames: int = 0, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Step until ``frames`` frames can be taken, the first ``random_frames`` of them with random actions.
+
+        False: ``stopped()`` said so before, and what was collected stays for the next call.
+
+        Raises:
+            NonFinite: an environment gave nothing but NaN or infinity for 1,000 steps.
+        """
+        if self._observation is None:
+            self._begin()
+        rows = self.rows
+        while rows.available < frames:
+            if stopped():
+                return False
+            self._advance(max(0, random_frames - rows.held))
+        return True
+
+    # ------------------------------------------------------------------ one step
+    def _begin(self) -> None:
+        environment, action, policy = self._seeds
+        self.stepper.env.action_space.seed(action)
+        if hasattr(self.policy, "reseed"):
+            self.policy.reseed(policy)
+        self._observation = self.stepper.reset(seed=environment)
+        self._check_shapes(self._observation)
+        self._episode = self._ids.take(self.stepper.num_envs)
+
+    def _advance(self, random: int) -> None:
+        rows, stepper = self.rows, self.stepper
+        at = rows.open()
+        arrays = rows.arrays  # after `open`, which may have made larger ones
+        for leaf in stepper.observation_leaves:
+            arrays["observation", *leaf.key][:, at] = leaf.of(self._observation)
+        self._look_at(("observation",), self._observation, at)
+        step = stepper.step(self._act(at, random))
+        for leaf in stepper.observation_leaves:
+            arrays["next", "observation", *leaf.key][:, at] = leaf.of(step.next_observation)
+        arrays[REWARD][:, at, 0] = step.reward
+        arrays[TERMINATED][:, at, 0] = step.terminated
+        arrays[TRUNCATED][:, at, 0] = step.truncated
+        np.logical_or(step.terminated, step.truncated, out=arrays[DONE][:, at, 0])
+        arrays[EPISODE][:, at, 0] = self._episode
+        arrays[STEP][:, at, 0] = self._step
+        if step.lost is not None:
+            self._mark_lost(step.lost, at)
+        self._look_at(("next", "observation"), step.next_observation, at)
+        self._look(step.reward, REWARD, at)
+        self.tally.count(step, self._step)
+        bad = self._judge(step) if self._suspects or self._sick else None
+        rows.close(step.stored if bad is None else ~bad if step.stored is None else step.stored & ~bad)
+        self._number(step, bad)
+        self._observation = stepper.advance()
+
+    def _act(self, at: int, random: int) -> Any:
+        """Actions for all environments, in the structure that they take, written into column ``at``."""
+        rows, stepper = self.rows, self.stepper
+        arrays, n = rows.arrays, stepper.num_envs
+        if self.policy is None or random >= n:
+            actions = stepper.env.action_space.sample()
+            for leaf in stepper.action_leaves:
+                arrays["action", *leaf.key][:, at] = leaf.of(actions)
+            arrays[VERSION][:, at] = RANDOM
+            return actions
+        self._ask_policy(at)
+        arrays[VERSION][:, at] = self.version
+        if random or self._suspects:  # no environment must see NaN: neither the policy's, nor an answer to NaN
+            redo = _any([mask for _, mask in self._suspects], np.arange(n) < random)
+            sample = stepper.env.action_space.sample()
+            for leaf in stepper.action_leaves:
+                arrays["action", *leaf.key][redo, at] = leaf.of(sample)[redo]
+            arrays[VERSION][redo, at] = RANDOM
+        return nested({leaf.key: arrays["action", *leaf.key][:, at].copy() for leaf in stepper.action_leaves})
+
+    def _ask_policy(self, at: int) -> None:
+        rows, stepper, n = self.rows, self.stepper, self.stepper.num_envs
+        for leaf in self._floats if self._suspects else ():
+            rows.arrays["observation", *leaf.key][_any([mask for _, mask in self._suspects]), at] = 0
+        columns = {leaf.key: rows.tensors["observation", *leaf.key][:, at] for leaf in stepper.observation_leaves}
+        seen = nested({key: column.contiguous() for key, column in columns.items()})  # networks like that better
+        with torch.inference_mode():
+            given = self.policy(TensorDict({"observation": seen}, batch_size=[n]))
+        for leaf in stepper.action_leaves:
+            key = ("action", *leaf.key)
+            action = _action(given, key, (n, *leaf.shape))
+            rows.arrays[key][:, at] = action
+            if leaf.dtype.kind == "f":
+                self._look(action, key, at)
+
+    def _mark_lost(self, lost: Mask, at: int) -> None:
+        """The final observation is unknown: nobody may bootstrap from this row, or see another episode in it."""
+        arrays = self.rows.arrays
+        arrays[TERMINATED][lost, at] = True
+        for leaf in self.stepper.observation_leaves:
+            arrays["next", "observation", *leaf.key][lost, at] = arrays["observation", *leaf.key][lost, at]
+
+    def _number(self, step: Step, bad: Mask | None) -> None:
+        """Number the next step of every environment.
+
+        A gap in an episode begins a new id, so that nothing is missing between rows of one id; the step counts on.
+        """
+        fresh = step.ended
+        self._step += 1 if step.stored is None else step.stored
+        if bad is not None:
+            self.rows.truncate(bad)
+            fresh = bad if fresh is None else fresh | bad
+        if fresh is not None:
+            self._episode[fresh] = self._ids.take(int(np.count_nonzero(fresh)))
+            if step.ended is not None:
+                self._step[step.ended] = 0
+
+    # ------------------------------------------------------------------ what is not finite
+    def _look_at(self, prefix: tuple[str, ...], observation: Any, at: int) -> None:
+        """Suspect the rows of column ``at`` whose observation is not finite."""
+        for leaf in self._floats:
+            self._look(leaf.of(observation), (*prefix, *leaf.key), at)
+
+    def _look(self, values: Any, key: tuple[str, ...], at: int) -> None:
+        """``values`` are what was written into the field ``key``; their sum of squares tells whether all is well."""
+        flat = np.ravel(values, order="K")
+        if flat.itemsize < 4 or not np.vdot(flat, flat) < _HUGE:  # (halves overflow)
+            self._look_closely(key, at)
+
+    def _look_closely(self, key: tuple[str, ...], at: int) -> None:
+        values = self.rows.arrays[key][:, at]
+        bad: Mask = np.asarray(~np.isfinite(values.reshape(len(values), -1)).all(1))
+        if bad.any():
+            self._suspects.append(("/".join(key), bad))
+
+    def _judge(self, step: Step) -> Mask | None:
+        """Which transitions of this step are quarantined: those of the suspects that are transitions at all."""
+        suspects, self._suspects = self._suspects, []
+        bad = _any([mask for _, mask in suspects], np.zeros(self.stepper.num_envs, bool))
+        if step.stored is not None:
+            bad &= step.stored
+        for name, mask in suspects:
+            rows = np.flatnonzero(mask & bad)[:8]
+            self.tally.recent.extend(Quarantined(name, int(i), int(self._step[i])) for i in rows)
+        self.tally.quarantined += int(np.count_nonzero(bad))
+        self._streak = np.where(bad, self._streak + 1, 0)
+        self._sick = bool(bad.any())
+        if self._streak.max() >= PATIENCE:
+            worst = int(self._streak.argmax())
+            last = next((q for q in reversed(self.tally.recent) if q.env == worst), self.tally.recent[-1])
+            raise NonFinite(
+                f"environment {worst} gave nothing but NaN or infinity for {PATIENCE} steps, last in {last.key} at "
+                f"step {last.step} of its episode; the environment or the policy has diverged"
+            )
+        return bad if self._sick else None
+
+    # ------------------------------------------------------------------ the rest
+    def _check_shapes(self, observation: Any) -> None:
+        for leaf in self.stepper.observation_leaves:
+            shape, expected = np.shape(leaf.of(observation)), (self.stepper.num_envs, *leaf.shape)
+            if shape != expected:
+                name = "/".join(("observation", *leaf.key))
+                raise SchemaMismatch(f"{name}: the environment returned shape {shape}, its space says {expected}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frames that are collected and not taken. Their open episodes are closed as truncated in the copy: the
+        environments themselves cannot be saved, so nobody could continue them."""
+        state = self.rows.state_dict()
+        closed = Rows(self.rows.fields, num_envs=self.rows.num_envs, columns=max(1, self.rows.column))
+        closed.load_state_dict(state)
+        closed.truncate(np.ones(self.rows.num_envs, bool))
+        return closed.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, incarnation: int) -> None:
+        """Hold the frames that were saved, and number episodes as the life that ``incarnation`` tells.
+
+        Raises:
+            InvalidArgument: they do not fit, or steps were made already.
+        """
+        if self._observation is not None:
+            raise InvalidArgument("a collector that has begun cannot load what another one saved")
+        self.rows.load_state_dict(state)
+        self._live(incarnation)
+
+    def _live(self, incarnation: int) -> None:
+        """Each life has episode ids and seeds of its own."""
+        self._ids = EpisodeIds(self._origin, incarnation)
+        self._seeds = _seeds(self._seed, self._origin, incarnation)
+
+
+def _action(given: Any, key: tuple[str, ...], expected: tuple[int, ...]) -> npt.NDArray[Any]:
+    action = given.get(key, None) if isinstance(given, TensorDictBase) else None
+    name = "/".join(key)
+    if action is None:
+        raise SchemaMismatch(f"the policy must return a TensorDict with {name!r}; it returned {type(given).__name__}")
+    if tuple(action.shape) != expected:
+        raise SchemaMismatch(f"{name}: the policy gave shape {tuple(action.shape)}, the environments take {expected}")
+    array: npt.NDArray[Any] = action.numpy(force=True)
+    return array
+
+
+def _any(masks: list[Mask], *others: Mask) -> Mask:
+    """Where any of these is set."""
+    return np.logical_or.reduce([*masks, *others])  # type: ignore[no-any-return]
+
+
+def _seeds(seed: int | None, origin: int, incarnation: int) -> tuple[int, int, int]:
+    """Seeds of the environments, the random actions and the policy; each worker, and each life of it, has its own."""
+    entropy = None if seed is None else [seed, origin, incarnation]
+    environment, action, policy = np.random.SeedSequence(entropy).generate_state(3)
+    return int(environment) >> 1, int(action) >> 1, int(policy) >> 1

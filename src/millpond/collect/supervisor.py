@@ -1,0 +1,346 @@
+"""Starts worker processes, listens to them, and replaces those that die. One thread in the collector's process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection as mp_connection
+from multiprocessing import context as mp_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from millpond.collect.budget import FrameBudget
+from millpond.collect.mailbox import Format, Mailbox
+from millpond.collect.roster import DEAD, FAILED, FINISHED, Roster
+from millpond.collect.workers import run
+from millpond.core.errors import BufferClosed, MillpondError, WorkerFailed
+from millpond.shm import identity
+
+logger = logging.getLogger("millpond.collect")
+_LOOK_S = 0.5  # how often what cannot notify is looked at
+_KILL_S = 2.0  # how long the kernel may take to end a killed process
+
+
+class Delivery:
+    """A batch that lies in a worker's mailbox. ``settle`` takes it out and counts it, once, whoever calls."""
+
+    def __init__(self, seat: Seat, slot: int, frames: int) -> None:
+        self.worker = seat.worker
+        self._seat, self._slot, self._frames = seat, slot, frames
+        self._mailbox, self._connection = seat.mailbox, seat.connection
+        self._lock = threading.Lock()
+        self._batch: TensorDict | None = None
+
+    def settle(self, *, count: bool = True) -> TensorDict:
+        """The batch, in memory of its own. ``count=False``: somebody else counts it."""
+        with self._lock:
+            if self._batch is None:
+                assert self._mailbox is not None
+                self._batch = self._mailbox.get(self._slot, self._frames)
+                if count:
+                    self._seat.budget.commit(self._seat.line, frames=self._frames)
+                self._mailbox = None
+                with contextlib.suppress(OSError):  # the worker may be dead by now
+                    self._connection.send(("credit", self._slot))
+            return self._batch
+
+
+class Seat:
+    """The place of one worker, filled by one process after another."""
+
+    def __init__(self, worker: int, *, line: int, budget: FrameBudget) -> None:
+        self.worker, self.line, self.budget = worker, line, budget
+        self.process: Any = None
+        self.connection: Connection = None  # type: ignore[assignment]  # set with the process
+        self.mailbox: Mailbox | None = None
+        self.deaths: list[str] = []  # why each process that died was replaced, or was not
+        self.order: tuple[int, int] | None = None  # frames, random frames: to be repeated to the next process
+        self.posted: list[Delivery] = []  # by the process that is here now
+        self.ended = False  # nobody is here, and nobody will be
+
+
+class Supervisor:
+    """Runs ``run(spec)`` in one process per spec until ``stop``. All processes are started by its own thread.
+
+    Batches that workers hand over appear in ``deliveries``; after anything that a waiter might wait for, ``changed`` is
+    notified. ``failure`` is set once, when a worker raised, or more than ``max_restarts`` died.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[bytes],
+        *,
+        lines: Sequence[int],
+        budget: FrameBudget,
+        roster: Roster,
+        context: mp_context.BaseContext,
+        max_restarts: int,
+        receipt: Callable[[int], int | None],
+        reclaims: bool,
+    ) -> None:
+        self.seats = [Seat(i, line=line, budget=budget) for i, line in enumerate(lines)]
+        self.deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.quarantine: list[Any] = []
+        self.changed = threading.Condition()
+        self.failure: WorkerFailed | None = None
+        self._specs, self._budget, self._roster, self._context = specs, budget, roster, context
+        self._max_restarts, self._receipt, self._reclaims = max_restarts, receipt, reclaims
+        self._stopping = threading.Event()
+        self._wake_read, self._wake_write = mp_connection.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
+
+    def start(self) -> None:
+        """Start the workers; returns at once."""
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """No worker runs, and none will be started."""
+        return all(seat.ended for seat in self.seats)
+
+    @property
+    def stopping(self) -> bool:
+        """The workers are told to end."""
+        return self._roster.stopping
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were replaced."""
+        return sum(len(seat.deaths) for seat in self.seats)
+
+    def order(self, worker: int, frames: int, random_frames: int) -> None:
+        """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
+        seat = self.seats[worker]
+        with self.changed:
+            seat.order = (frames, random_frames)
+            if seat.process is not None:
+                with contextlib.suppress(OSError):
+                    seat.connection.send(("collect", frames, random_frames))
+
+    def ask(self, worker: int) -> bool:
+        """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
+        seat = self.seats[worker]
+        with self.changed, contextlib.suppress(OSError):
+            if not seat.ended and seat.process is not None:
+                seat.connection.send(("state",))
+                return True
+        return False
+
+    def stop(self, grace_s: float) -> None:
+        """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
+        self._roster.stop()
+        if self._thread.ident is None:
+            self._close_wake()
+            return
+        end = time.monotonic() + grace_s
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended, timeout=max(0.0, end - time.monotonic()))
+        self._stopping.set()
+        self._wake_write.send(None)
+        self._thread.join(_KILL_S * 2)
+        if self._thread.is_alive():  # it is starting a process, which cannot be cut short; it ends it when it has it
+            logger.warning("a worker is still being started; it will be ended as soon as it is there")
+        else:
+            self._close_wake()
+
+    def _close_wake(self) -> None:
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ------------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        try:
+            for seat in self.seats:
+                self._fill(seat)
+            looked = time.monotonic()
+            while not self._stopping.is_set() and not self.ended:
+                self._look()
+                if time.monotonic() - looked > _LOOK_S:
+                    looked = time.monotonic()
+                    self._look_for_the_dead()
+        except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
+            self._fail(f"supervising the workers failed: {problem!r}", cause=problem)
+        finally:
+            for seat in self.seats:
+                try:
+                    self._clear(seat)
+                except BaseException as problem:  # noqa: BLE001  # the other seats must be cleared too
+                    self._fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
+                self._end(seat)
+
+    def _fill(self, seat: Seat) -> None:
+        """Start a process for this seat."""
+        here, there = self._context.Pipe()
+        target = self._context.Process(  # type: ignore[attr-defined]  # every concrete context has it
+            target=run,
+            args=(self._specs[seat.worker], identity.me(), there),
+            name=f"millpond worker {seat.worker}",
+            daemon=True,  # a collector that nobody closed must not hold up the end of its process
+        )
+        target._config["daemon"] = False  # in the child: so that its environments may have processes of their own
+        target.start()
+        target._config["daemon"] = True
+        there.close()
+        with self.changed:
+            seat.process, seat.connection, seat.mailbox, seat.posted = target, here, None, []
+            if seat.order is not None:
+                here.send(("collect", *seat.order))
+
+    def _look(self) -> None:
+        """Wait until something happens, and deal with it."""
+        open_seats = [seat for seat in self.seats if not seat.ended]
+        watched = [self._wake_read]
+        for seat in open_seats:
+            watched += [seat.connection, seat.process.sentinel]
+        ready = set(mp_connection.wait(watched, timeout=_LOOK_S))
+        for seat in open_seats:
+            if seat.connection in ready:
+                self._listen(seat)
+            if seat.process.sentinel in ready:
+                self._replace(seat)
+
+    def _look_for_the_dead(self) -> None:
+        """Ask the kernel: a sentinel may be held open by processes that the environments started."""
+        for seat in self.seats:
+            if not seat.ended and self._lives(seat) is False:
+                self._replace(seat)
+
+    def _lives(self, seat: Seat) -> bool | None:
+        """None: its process has not told its start time yet."""
+        pid, started = self._roster.lines[seat.worker].process
+        return identity.alive(pid, started) if pid == seat.process.pid else None
+
+    def _listen(self, seat: Seat) -> None:
+        """Read what this worker has said, up to the end if it is dead."""
+        with contextlib.suppress(EOFError, OSError):
+            while seat.connection.poll(0):
+                self._heed(seat, *seat.connection.recv())
+
+    def _heed(self, seat: Seat, what: str, *details: Any) -> None:
+        if what == "mailbox":
+            path, form = details
+            seat.mailbox = _open_mailbox(path, form)
+        elif what == "batch":
+            delivery = Delivery(seat, *details)
+            seat.posted.append(delivery)
+            seat.posted = seat.posted[-4:]  # a worker has two slots, so older ones were settled
+            seat.order = None
+            self.deliveries.put(delivery)
+        elif what == "state":
+            self.states.put((seat.worker, *details))
+        elif what == "quarantined":
+            self.quarantine = [*self.quarantine, *_told(seat.worker, details[0])][-128:]
+        elif what == "failed":
+            summary, trace = details
+            self._roster.lines[seat.worker].state = FAILED
+            self._fail(f"worker {seat.worker} raised {summary}\n\n{trace}")
+        elif what == "closed":
+            logger.info("worker %d ended: the replay buffer was closed", seat.worker)
+        with self.changed:
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ ends
+    def _replace(self, seat: Seat) -> None:
+        """The process of this seat is dead: settle what it left, and start another one if it did not end well."""
+        reason = self._clear(seat)
+        if reason is None or self._roster.stopping:
+            self._end(seat)
+            return
+        seat.deaths.append(reason)
+        total = self.restarts
+        if total > self._max_restarts:
+            self._fail(f"worker {seat.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
+            self._end(seat)
+            return
+        logger.warning("worker %d %s; restart %d of %d", seat.worker, reason, total, self._max_restarts)
+        self._fill(seat)
+
+    def _clear(self, seat: Seat) -> str | None:
+        """Make sure that nobody is in this seat, and that its frames are counted. Why it died; None: it ended well."""
+        if seat.process is None:
+            return None
+        code = self._kill(seat)
+        self._listen(seat)
+        for delivery in seat.posted:
+            delivery.settle(count=self._reclaims)
+        if self._reclaims:
+            self._budget.reclaim(seat.line, receipt=self._receipt(seat.line))
+        seat.connection.close()
+        seat.process.close()
+        with self.changed:
+            seat.process, seat.mailbox, seat.posted = None, None, []
+        line = self._roster.lines[seat.worker]
+        if self.failure is not None or (code == 0 and line.state == FINISHED):
+            return None
+        line.state = DEAD
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _end(self, seat: Seat) -> None:
+        with self.changed:
+            seat.ended = True
+            self.changed.notify_all()
+
+    def _kill(self, seat: Seat) -> int:
+        """Kill the process of this seat, and those that its environments started; its exit code."""
+        process = seat.process
+        process.join(0)
+        code = process.exitcode
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
+            process.kill()
+            process.join(_KILL_S)
+            code = process.exitcode
+        end = time.monotonic() + _KILL_S
+        while self._lives(seat) and time.monotonic() < end:  # the code may be that of a fork server, which died first
+            time.sleep(0.01)
+        if code is None or self._lives(seat):
+            raise WorkerFailed(f"worker {seat.worker} (process {process.pid}) does not end after SIGKILL")
+        return int(code)
+
+    def _fail(self, text: str, *, cause: BaseException | None = None) -> None:
+        if self.failure is None:
+            logger.error("%s", text)
+            failure = WorkerFailed(text)
+            failure.__cause__ = cause
+            self.failure = failure
+        self._roster.stop()
+
+
+def _told(worker: int, events: Sequence[Any]) -> list[tuple[int, str, int, int]]:
+    """(worker, key, environment, step) of transitions that were not stored; the first ones are logged."""
+    for key, env, step in events[:3]:
+        logger.warning(
+            "worker %d: %s is not finite in environment %d, step %d of its episode; the transition is not stored",
+            *(worker, key, env, step),
+        )
+    return [(worker, *event) for event in events]
+
+
+def _open_mailbox(path: Path, form: Format) -> Mailbox:
+    """Both sides have it mapped from now on; the name is needed no longer."""
+    mailbox = Mailbox(path, form, create=False)
+    path.unlink()
+    return mailbox
+
+
+def receipts_of(replay: Any) -> Callable[[int], int | None]:
+    """How to ask a buffer for a worker's last receipt; None where it cannot tell any more."""
+
+    def receipt(line: int) -> int | None:
+        try:
+            return int(replay.receipt(line))
+        except (MillpondError, BufferClosed):
+            return None
+
+    return receipt if replay is not None else lambda line: None

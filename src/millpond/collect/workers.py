@@ -1,0 +1,251 @@
+"""What runs in a worker process of ``MultiCollector``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from millpond.collect.budget import FrameBudget
+from millpond.collect.collector import check_layout, columns_for
+from millpond.collect.lane import Lane
+from millpond.collect.mailbox import SLOTS, Format, Mailbox
+from millpond.collect.rollout import Rollout
+from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
+from millpond.core.errors import BufferClosed
+from millpond.envs.autoreset import Stepper
+from millpond.envs.make import make
+from millpond.shm import identity
+from millpond.shm.mapped import map_file
+from millpond.weights import WeightBoard
+
+Duty = Literal["write", "hand_over", "obey"]  # into replay; to the collector, ahead of it; to the collector, when told
+_PR_SET_PDEATHSIG = 1
+_OWNER_SLICE_S, _IDLE_SLICE_S, _BUDGET_SLICE_S = 0.5, 0.1, 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker must know. It travels by cloudpickle. What has a default is filled in for each worker."""
+
+    workers: int
+    duty: Duty
+    env: Any
+    policy: Any
+    num_envs: int
+    frames_per_batch: int
+    layout: str
+    random_frames: int
+    keep_float64: bool
+    seed: int | None
+    budget: FrameBudget
+    weights: WeightBoard | None
+    replay: Any
+    worker: int = 0
+    line: int = 0
+    directory: Path = Path()
+    first_life: int = 0
+    rows: dict[str, Any] | None = None  # what an earlier run had collected and not handed over, for the first life
+
+
+class CollectorGone(Exception):
+    """The collector hung up, so there is nobody to collect for, or to be told."""
+
+
+def run(spec: bytes, owner: tuple[int, int], connection: Connection) -> None:
+    """The body of a worker process. Whatever ends it badly is told through ``connection`` first."""
+    _belong_to(owner)
+    torch.set_num_threads(1)
+    try:
+        import cloudpickle
+
+        Worker(cloudpickle.loads(spec), connection).run()
+    except CollectorGone:
+        sys.exit(0)
+    except BaseException as problem:  # noqa: BLE001  # it is told to the one who can do something about it
+        summary = f"{type(problem).__name__}: {problem}"
+        with contextlib.suppress(OSError):
+            connection.send(("failed", summary, traceback.format_exc()))
+        sys.exit(1)
+
+
+def _belong_to(owner: tuple[int, int]) -> None:
+    """End when the owner does, and leave Ctrl-C to it.
+
+    The process is the leader of a group of its own: so a terminal's Ctrl-C does not reach it, and whoever must kill it
+    can kill the processes that its environments started along with it.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _let_go_of_the_fork_server()
+    if sys.platform == "linux":  # the parent is the owner, or the fork server, which ends when the owner does
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while identity.alive(*owner):
+            time.sleep(_OWNER_SLICE_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="owner watch", daemon=True).start()
+
+
+def _let_go_of_the_fork_server() -> None:
+    """The fork server ends when nobody holds the pipe to it; workers hold it too, as they start, and keep it alive.
+
+    Without them it ends with the owner, and then the kernel ends them, also one that hangs with the GIL held.
+    """
+    server: Any = forkserver._forkserver
+    if getattr(server, "_forkserver_alive_fd", None) is not None:
+        with contextlib.suppress(OSError):
+            os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
+
+
+class Worker:
+    """Collects until it is told to stop, or nothing is left to collect."""
+
+    def __init__(self, spec: WorkerSpec, connection: Connection) -> None:
+        self.spec, self.connection, self.budget = spec, connection, spec.budget
+        self.roster = Roster(map_file(spec.directory / "roster"), workers=spec.workers)
+        self.me = self.roster.lines[spec.worker]
+        life = self.me.enter()
+        self._env = env = make(spec.env, num_envs=spec.num_envs, worker=spec.worker)
+        time_ = check_layout(spec.layout, spec.frames_per_batch, env.num_envs, self.budget.total)
+        rollout = Rollout(
+            Stepper(env),
+            spec.policy,
+            columns=columns_for(spec.frames_per_batch, env.num_envs, time_),
+            time=time_,
+            origin=spec.line,
+            incarnation=life,
+            seed=spec.seed,
+            keep_float64=spec.keep_float64,
+        )
+        if spec.rows is not None and life == spec.first_life:
+            rollout.rows.load_state_dict(spec.rows)
+        self.rollout = rollout
+        self.lane = Lane(
+            rollout,
+            spec.budget,
+            line=spec.line,
+            frames_per_batch=spec.frames_per_batch,
+            random_frames=spec.random_frames,
+            weights=spec.weights,
+        )
+        self._free = list(range(SLOTS))
+        self._seen = 0  # quarantined rows that were told
+        if spec.duty != "write":
+            form = Format(rollout.rows.fields, spec.frames_per_batch, time_)
+            path = spec.directory / f"mailbox-{spec.worker}-{life}"
+            self._mailbox = Mailbox(path, form, create=True)
+            connection.send(("mailbox", path, form))
+
+    def run(self) -> None:
+        """Until the end."""
+        step = {"write": self._write, "hand_over": self._hand_over, "obey": self._obey_order}[self.spec.duty]
+        try:
+            while not self.roster.stopping and not self._finished():
+                self._listen()
+                pause = self.roster.pausing
+                if pause:
+                    self.me.state, self.me.paused = PAUSED, pause
+                    self.connection.poll(_IDLE_SLICE_S)
+                else:
+                    step()
+                    self._report()
+            self.me.state = FINISHED
+        except BufferClosed:
+            self.connection.send(("closed",))
+            self.me.state = FINISHED
+        finally:
+            if self.spec.duty != "obey":  # there the collector has reserved, and gives back
+                self.lane.abandon()
+            self._report()
+            self._env.close()
+
+    def _finished(self) -> bool:
+        return not self.lane.granted and self.budget.finished
+
+    def _listen(self) -> None:
+        while self.connection.poll(0):
+            try:
+                message = self.connection.recv()
+            except (EOFError, ConnectionError) as problem:
+                raise CollectorGone from problem
+            self._answer(*message)
+
+    def _answer(self, what: str, *details: Any) -> None:
+        if what == "credit":
+            self._free.append(details[0])
+        elif what == "collect":
+            self.lane.begin(details[0], random_frames=details[1])
+        elif what == "state":
+            self.connection.send(("state", self.rollout.state_dict()))
+
+    # ------------------------------------------------------------------ the three duties
+    def _batch(self) -> Any:
+        self.me.state = COLLECTING
+        batch = self.lane.batch(self._step_made)
+        if batch is None and not self.lane.granted:  # all is reserved, but a reservation may come back
+            self.me.state = WAITING
+            self.connection.poll(_BUDGET_SLICE_S)
+        return batch
+
+    def _write(self) -> None:
+        if self._batch() is None:
+            return
+        self.me.state = WRITING
+        self.lane.offer(self.spec.replay, cancel_event=self, stopping=lambda: self.roster.stopping)
+
+    def _hand_over(self) -> None:
+        if not self._free:
+            self.me.state = WAITING
+            self.connection.poll(_IDLE_SLICE_S)
+            return
+        batch = self._batch()
+        if batch is not None:
+            self._post(batch, self._free.pop())
+
+    def _obey_order(self) -> None:
+        if not self.lane.granted:
+            self.me.state = WAITING
+            self.connection.poll(_IDLE_SLICE_S)
+            return
+        batch = self._batch()
+        if batch is not None:
+            self._post(batch, 0)
+
+    def _post(self, batch: Any, slot: int) -> None:
+        frames = self.lane.granted
+        self._mailbox.put(slot, batch)
+        self.connection.send(("batch", slot, frames))
+        self.lane.handed_over()
+
+    # ------------------------------------------------------------------ while others' code runs
+    def is_set(self) -> bool:
+        """As the cancel event of a write: to stop, and to pause, a blocked write is cut off."""
+        return self.roster.stopping or self.roster.pausing != 0
+
+    def _step_made(self) -> bool:
+        self.me.touch()
+        return self.roster.stopping
+
+    def _report(self) -> None:
+        tally, rows = self.rollout.tally, self.rollout.rows
+        self.me.report(tally, held=rows.held, dropped=self.lane.dropped, version=self.rollout.version)
+        if tally.quarantined > self._seen:
+            self._seen = tally.quarantined
+            self.connection.send(("quarantined", list(tally.recent)))
+            tally.recent.clear()

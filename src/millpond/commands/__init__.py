@@ -1,0 +1,3 @@
+"""One module per sub-command of ``millpond``: ``HELP``, one line, and ``main(words) -> exit code``."""
+
+from __future__ import annotations

@@ -1,0 +1,525 @@
+"""The packed row: the fields of one item side by side in one run of bytes.
+
+A batch of B items is one ``uint8[B, row_nbytes]`` tensor. Its fields are views of it: nothing is copied on the way
+out. Fields are ordered by item size (largest first), then by type and key, so that every field is aligned,
+padding stands only at the end of a row, and the same fields give the same layout whatever order they came in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
+
+Key = tuple[str, ...]
+Batch = Any  # a TensorDict, a nested mapping of tensors or arrays, or one tensor or array
+
+_NUMPY_OF: dict[torch.dtype, np.dtype[Any]] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.uint16: np.dtype(np.uint16),
+    torch.int32: np.dtype(np.int32),
+    torch.uint32: np.dtype(np.uint32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint64: np.dtype(np.uint64),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+_TORCH_OF = {array: tensor for tensor, array in _NUMPY_OF.items()}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NUMPY_OF, torch.bfloat16)}
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named part of a row: ``shape`` elements of ``dtype`` at byte ``offset``."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Elements in one item."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in one item."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The key as people write it: ``next/reward``."""
+        return "/".join(self.key) or "(the tensor)"
+
+    def describe(self) -> str:
+        """Type and shape of one item, for messages."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class _Group(NamedTuple):
+    """Neighbouring fields of one type: one view of the rows and one split give them all."""
+
+    dtype: torch.dtype
+    sizes: list[int]  # elements of this type before the group (if any), of each field, and after the group (if any)
+    first: int  # where the fields begin in ``sizes``
+    shapes: list[tuple[int, ...] | None]  # None where the item is a vector, so that the split is the field already
+
+
+class Schema:
+    """Names, types and shapes of an item's fields, and where each lies in the row.
+
+    ``Schema({"observation": (torch.float32, (11,)), ("next", "reward"): (torch.float32, (1,))})``. The key ``()``
+    alone stands for an item that is one plain tensor. Equal schemas have equal fingerprints and equal layouts.
+
+    Raises:
+        InvalidArgument: no field, a key that is also the prefix of another, a type that has no fixed size.
+    """
+
+    def __init__(self, fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]]) -> None:
+        wanted = sorted(
+            ((_key(key), dtype, tuple(int(n) for n in shape)) for key, (dtype, shape) in fields.items()),
+            key=lambda field: (-_itemsize(field), str(field[1]), field[0]),
+        )
+        if not wanted:
+            raise InvalidArgument("a schema needs at least one field")
+        keys = {key for key, _, _ in wanted}
+        for key in keys:
+            for n in range(len(key)):
+                if key[:n] in keys:
+                    raise InvalidArgument(f"{'/'.join(key)}: {'/'.join(key[:n]) or '()'} cannot be a field and a group")
+        offset, placed = 0, []
+        for key, dtype, shape in wanted:
+            placed.append(Field(key, dtype, shape, offset))
+            offset += placed[-1].nbytes
+        self.fields: tuple[Field, ...] = tuple(placed)
+        self.used_nbytes = offset
+        word = max(8, placed[0].dtype.itemsize)  # whole 64-bit words: what a gather moves fastest
+        self.row_nbytes = max(word, -(-offset // word) * word)
+        self.plain = self.fields[0].key == ()
+        self.by_key: dict[Key, Field] = {field.key: field for field in self.fields}
+        self._groups = self._group()
+        self.record = self._record()
+        self._parts = [(f, _NUMPY_OF.get(f.dtype)) for f in self.fields]
+        self._groups_of_keys, self._places, self._group_numbers = _places(self.fields)
+        self._tree = _nest({f.key: i for i, f in enumerate(self.fields)})
+        text = json.dumps(self._spelled(), separators=(",", ":"))
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    # ------------------------------------------------------------------ making
+    @classmethod
+    def from_example(cls, batch: Batch) -> Schema:
+        """The schema of the items of ``batch``: its fields without their leading dimension.
+
+        Python numbers count as torch counts them: ``1.0`` is float32. NumPy keeps its own types.
+
+        Raises:
+            InvalidType: a field that is no array of numbers, by name.
+            InvalidArgument: fields without or with different leading dimensions.
+        """
+        leaves = dict(leaves_of(batch))
+        fields = {}
+        for key, value in leaves.items():
+            tensor = _tensor(key, value)
+            if tensor.ndim == 0:
+                raise InvalidArgument(f"{_name(key)}: a batch needs a leading dimension, this is a scalar")
+            fields[key] = (tensor.dtype, tuple(tensor.shape[1:]))
+        schema = cls(fields)
+        schema.count(batch)
+        return schema
+
+    @classmethod
+    def from_item(cls, item: Batch) -> Schema:
+        """The schema of one item. Raises ``InvalidType`` as `from_example` does."""
+        tensors = {key: _tensor(key, value) for key, value in leaves_of(item)}
+        return cls({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()})
+
+    def to_json(self) -> str:
+        """A text that `from_json` reads back."""
+        return json.dumps({"format": _FORMAT, "fingerprint": self.fingerprint, "fields": self._spelled()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        """Raises ``InvalidArgument`` where the text is no schema, or is of another version."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise InvalidArgument(f"schema format {data['format']}, this version reads {_FORMAT}")
+            schema = cls({tuple(key): (_DTYPES[dtype], shape) for key, dtype, shape in data["fields"]})
+        except (KeyError, TypeError, json.JSONDecodeError) as problem:
+            raise InvalidArgument(f"this is no schema: {problem!r}") from problem
+        if schema.fingerprint != data["fingerprint"]:
+            raise InvalidArgument("the schema's fingerprint does not match its fields: the text was damaged")
+        return schema
+
+    def _spelled(self) -> list[Any]:
+        return [[list(f.key), str(f.dtype).removeprefix("torch."), list(f.shape)] for f in self.fields]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and other.fingerprint == self.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Schema.from_json, (self.to_json(),)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{f.name}: {f.describe()}" for f in self.fields)
+        return f"Schema({inside}; {self.row_nbytes} bytes a row)"
+
+    def difference(self, other: Schema) -> str:
+        """What ``other`` has otherwise, field by field; empty where nothing."""
+        words = []
+        for field in self.fields:
+            theirs = other.by_key.get(field.key)
+            if theirs is None:
+                words.append(f"{field.name} is missing")
+            elif (theirs.dtype, theirs.shape) != (field.dtype, field.shape):
+                words.append(f"{field.name}: expected {field.describe()}, got {theirs.describe()}")
+        words += [f"{field.name} is not known" for field in other.fields if field.key not in self.by_key]
+        return "; ".join(words)
+
+    # ------------------------------------------------------------------ packing
+    def count(self, batch: Batch) -> int:
+        """Items in a batch of this schema. Raises ``SchemaMismatch`` where its fields differ in length."""
+        size: int | None = None
+        for key, value in leaves_of(batch):
+            shape = value.shape if hasattr(value, "shape") else np.shape(value)
+            if len(shape) == 0 or (size is not None and shape[0] != size):
+                raise SchemaMismatch(f"{_name(key)}: expected {size} items, got shape {tuple(shape)}")
+            size = int(shape[0])
+        if size is None:
+            raise SchemaMismatch(f"no field at all; expected {self._names()}")
+        return size
+
+    def pack(self, batch: Batch) -> torch.Tensor:
+        """One copy of ``batch`` as rows, ``uint8[B, row_nbytes]``; padding is zero.
+
+        Raises:
+            SchemaMismatch: a missing or unknown key, another type, another shape, fields of different length. NumPy
+                float64 is taken for float32; nothing else is converted.
+        """
+        tensors = self.check(batch)
+        staging = Staging(self, tensors[0].shape[0])
+        staging.fill(tensors)
+        return staging.rows
+
+    def check(self, batch: Batch) -> list[torch.Tensor]:
+        """The fields of ``batch`` in the order of `fields`, each of the bound type and shape. Copies nothing else.
+
+        Raises ``SchemaMismatch`` as `pack` does.
+        """
+        size, tensors = -1, []
+        for field, value in zip(self.fields, self._values(batch), strict=True):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                value = self._from_array(field, value)
+            shape = value.shape
+            if value.dtype is not field.dtype or shape[1:] != field.shape or not shape:
+                raise SchemaMismatch(
+                    f"{field.name}: expected {field.describe()} for each item, got "
+                    f"{str(value.dtype).removeprefix('torch.')}{list(shape[1:])} (batch of shape {list(shape)})"
+                )
+            if shape[0] != size:
+                if size >= 0:
+                    raise SchemaMismatch(f"{field.name}: {shape[0]} items, but {self.fields[0].name} has {size}")
+                size = shape[0]
+            tensors.append(value)
+        return tensors
+
+    def pack_item(self, item: Batch) -> torch.Tensor:
+        """One item as a row, ``uint8[1, row_nbytes]``. Raises ``SchemaMismatch`` as `pack` does."""
+        staging = Staging(self, 1)
+        self.fill_item(staging, item)
+        return staging.rows
+
+    def fill_item(self, staging: Staging, item: Batch) -> None:
+        """`pack_item` into memory that is there already."""
+        values = self._values(item)
+        if staging.views is None:
+            tensors = [_tensor(f.key, value)[None] for f, value in zip(self.fields, values, strict=True)]
+            staging.fill(self.check(_nest(dict(zip(self.by_key, tensors, strict=True)))))
+            return
+        for (field, dtype), view, value in zip(self._parts, staging.views, values, strict=True):
+            if type(value) is not np.ndarray or value.shape != field.shape or value.dtype is not dtype:
+                value = self._item_array(field, value)
+            view[...] = value
+
+    def unpack(self, rows: torch.Tensor, extra: Mapping[Key, torch.Tensor] | None = None) -> Any:
+        """The fields of ``rows`` as views: a TensorDict of batch size ``[B]``, or one tensor for a plain schema.
+
+        ``extra`` are fields that are added, or stand in place of stored ones.
+        """
+        columns = self._columns(rows)
+        if self.plain:
+            return columns[0] if extra is None else extra.get((), columns[0])
+        places: list[dict[str, Any]] = [{} for _ in self._groups_of_keys]
+        for (place, name), column in zip(self._places, columns, strict=True):
+            places[place][name] = column
+        if extra is not None:
+            for key, value in extra.items():
+                if len(key) == 1:
+                    places[0][key[0]] = value
+                else:
+                    self._place_deep(places, key, value)
+        size = torch.Size((rows.shape[0],))
+        for i in range(len(places) - 1, 0, -1):  # inner ones first
+            parent, name = self._groups_of_keys[i]
+            places[parent][name] = tensordict_of(places[i], size)
+        return tensordict_of(places[0], size)
+
+    def _place_deep(self, places: list[dict[str, Any]], key: Key, value: torch.Tensor) -> None:
+        """Put an extra field into its group, which must be one of the schema's."""
+        place = self._group_numbers.get(key[:-1])
+        if place is None:
+            raise SchemaMismatch(f"{_name(key)}: the items have no group {_name(key[:-1])}")
+        places[place][key[-1]] = value
+
+    def column(self, rows: torch.Tensor, key: Key) -> torch.Tensor:
+        """One field of ``rows`` as a view, ``[B, *shape]``. Raises ``KeyError`` where there is none."""
+        field = self.by_key[key]
+        if field.size == 0:
+            return rows.new_empty((rows.shape[0], *field.shape), dtype=field.dtype)
+        flat = rows.view(torch.uint8).narrow(1, field.offset, field.nbytes).view(field.dtype)
+        return flat.view(rows.shape[0], *field.shape)
+
+    # ------------------------------------------------------------------ inside
+    def _values(self, batch: Batch) -> list[Any]:
+        """What stands at each field's key, in the order of `fields`. Raises ``SchemaMismatch``."""
+        values: list[Any] = [None] * len(self.fields)
+        if not self.plain and _fetch(self._tree, batch, values):
+            return values
+        leaves = _collect(batch)
+        if len(leaves) != len(self.fields) or leaves.keys() != self.by_key.keys():
+            self._refuse_keys(leaves)
+        return [leaves[field.key] for field in self.fields]
+
+    def _group(self) -> list[_Group]:
+        groups: list[_Group] = []
+        for dtype in dict.fromkeys(f.dtype for f in self.fields):
+            fields = [f for f in self.fields if f.dtype is dtype]
+            before = fields[0].offset // dtype.itemsize
+            sizes = [before] * (before > 0) + [f.size for f in fields]
+            rest = self.row_nbytes // dtype.itemsize - sum(sizes)
+            shapes = [None if len(f.shape) == 1 else f.shape for f in fields]
+            groups.append(_Group(dtype, sizes + [rest] * (rest > 0), int(before > 0), shapes))
+        return groups
+
+    def _columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        columns: list[torch.Tensor] = []
+        for dtype, sizes, first, shapes in self._groups:
+            # unsafe: autograd does not know the parts as views of these bytes, which have no gradient anyway
+            parts = torch.unsafe_split_with_sizes(rows.view(dtype), sizes, 1)
+            for i, shape in enumerate(shapes, first):
+                columns.append(parts[i] if shape is None else parts[i].reshape(rows.shape[0], *shape))
+        return columns
+
+    def _record(self) -> np.dtype[Any] | None:
+        """The row as a NumPy structured type, which makes single items cheap; None where NumPy lacks a type."""
+        if any(f.dtype not in _NUMPY_OF for f in self.fields):
+            return None
+        return np.dtype(
+            {
+                "names": [f"f{i}" for i in range(len(self.fields))],
+                "formats": [(_NUMPY_OF[f.dtype], f.shape) for f in self.fields],
+                "offsets": [f.offset for f in self.fields],
+                "itemsize": self.row_nbytes,
+            }
+        )
+
+    def _names(self) -> str:
+        return ", ".join(f.name for f in self.fields)
+
+    def _refuse_keys(self, leaves: Mapping[Key, Any]) -> None:
+        missing = [f.name for f in self.fields if f.key not in leaves]
+        unknown = [_name(key) for key in leaves if key not in self.by_key]
+        words = ([f"missing: {', '.join(missing)}"] if missing else []) + (
+            [f"unknown: {', '.join(unknown)}"] if unknown else []
+        )
+        raise SchemaMismatch(f"{'; '.join(words)}. The bound fields are {self._names()}")
+
+    def _from_array(self, field: Field, value: Any) -> torch.Tensor:
+        tensor = _tensor(field.key, value)
+        if tensor.dtype is torch.float64 and field.dtype is torch.float32:
+            return tensor.to(torch.float32)
+        return tensor
+
+    def _item_array(self, field: Field, value: Any) -> np.ndarray[Any, Any]:
+        wanted = _NUMPY_OF[field.dtype]
+        if type(value) in (bool, int, float, complex) and field.shape == ():
+            kinds = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "c": (int, float, complex)}
+            if type(value) in kinds[wanted.kind]:
+                try:
+                    return np.asarray(value, wanted)
+                except OverflowError as problem:
+                    raise SchemaMismatch(f"{field.name}: {value} does not fit {field.describe()}") from problem
+        tensor = self._from_array(field, value)
+        if tensor.dtype is not field.dtype or tuple(tensor.shape) != field.shape:
+            raise SchemaMismatch(
+                f"{field.name}: expected {field.describe()}, got "
+                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            )
+        array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
+        return array
+
+
+class Staging:
+    """Memory for ``n`` packed rows outside of any storage, with its columns at hand. Padding is zero, and stays so."""
+
+    def __init__(self, schema: Schema, n: int) -> None:
+        self.rows = torch.zeros((n, schema.row_nbytes), dtype=torch.uint8)
+        self.columns = schema._columns(self.rows)
+        self.views: list[np.ndarray[Any, Any]] | None = None
+        if n == 1 and schema.record is not None:
+            record = self.rows.numpy().reshape(-1).view(schema.record)
+            self.views = [
+                record[name].reshape(f.shape) for name, f in zip(schema.record.names or (), schema.fields, strict=True)
+            ]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the fields of a batch, checked by `Schema.check`, into the rows."""
+        torch._foreach_copy_(self.columns, [t.detach() if t.requires_grad else t for t in tensors])
+
+
+_UNSAFE = getattr(TensorDict, "_new_unsafe", None)  # skips checks that our own views cannot fail: 3 µs instead of 30
+
+
+def tensordict_of(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    """A TensorDict of tensors and TensorDicts that are known to share ``batch_size``."""
+    if _UNSAFE is None:
+        return TensorDict(source, batch_size)
+    made: TensorDict = _UNSAFE(source=source, batch_size=batch_size)
+    return made
+
+
+def _places(fields: Sequence[Field]) -> tuple[list[tuple[int, str]], list[tuple[int, str]], dict[Key, int]]:
+    """The groups of keys as (parent, name), the root first; where each field goes; and the number of each group."""
+    numbers: dict[Key, int] = {(): 0}
+    groups: list[tuple[int, str]] = [(0, "")]
+    for field in fields:
+        for n in range(1, len(field.key)):
+            prefix = field.key[:n]
+            if prefix not in numbers:
+                numbers[prefix] = len(groups)
+                groups.append((numbers[prefix[:-1]], prefix[-1]))
+    return groups, [(numbers[f.key[:-1]], f.key[-1] if f.key else "") for f in fields], numbers
+
+
+def _itemsize(field: tuple[Key, torch.dtype, tuple[int, ...]]) -> int:
+    key, dtype, shape = field
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+        raise InvalidType(f"{_name(key)}: {dtype} cannot be stored; known types are {', '.join(_DTYPES)}")
+    if any(n < 0 for n in shape):
+        raise InvalidArgument(f"{_name(key)}: negative size in shape {shape}")
+    return dtype.itemsize
+
+
+def _key(key: Any) -> Key:
+    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, (tuple, list)) else None
+    if parts is None or not all(isinstance(part, str) and part for part in parts):
+        raise InvalidType(f"a key is a string or a tuple of strings, not {key!r}")
+    return parts
+
+
+def _name(key: Key) -> str:
+    return "/".join(key) or "(the tensor)"
+
+
+def leaves_of(batch: Batch, prefix: Key = ()) -> Iterable[tuple[Key, Any]]:
+    """Keys and values of nested mappings, depth first."""
+    if isinstance(batch, (TensorDictBase, Mapping)):
+        for key, value in batch.items():
+            yield from leaves_of(value, prefix + _key(key))
+    else:
+        yield prefix, batch
+
+
+def _collect(batch: Batch) -> dict[Key, Any]:
+    """`_leaves` as a dict, with a short way for the usual two levels of a TensorDict."""
+    found: dict[Key, Any] = {}
+    if isinstance(batch, (TensorDictBase, Mapping)):
+        for key, value in batch.items():
+            if isinstance(value, (torch.Tensor, np.ndarray)) and type(key) is str:
+                found[(key,)] = value
+            else:
+                for inner, leaf in leaves_of(value, _key(key)):
+                    if inner in found:
+                        raise SchemaMismatch(f"{_name(inner)} is given twice")
+                    found[inner] = leaf
+    else:
+        found[()] = batch
+    return found
+
+
+def _fetch(tree: dict[str, Any], batch: Batch, values: list[Any]) -> bool:
+    """Fill ``values`` from a batch that is nested as ``tree`` is; False where it is not."""
+    if isinstance(batch, TensorDictBase):
+        batch = dict(batch.items())
+    elif not isinstance(batch, Mapping):
+        return False
+    if len(batch) != len(tree):
+        return False
+    for name, place in tree.items():
+        if name not in batch:
+            return False
+        value = batch[name]
+        if type(place) is dict:
+            if not _fetch(place, value, values):
+                return False
+        else:
+            values[place] = value
+    return True
+
+
+def _nest(leaves: Mapping[Key, Any]) -> Any:
+    if () in leaves:
+        return leaves[()]
+    root: dict[str, Any] = {}
+    for key, value in leaves.items():
+        place = root
+        for part in key[:-1]:
+            place = place.setdefault(part, {})
+        place[key[-1]] = value
+    return root
+
+
+def _tensor(key: Key, value: Any) -> torch.Tensor:
+    """A tensor of ``value``'s own type. Raises ``InvalidType`` where it holds no numbers."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise InvalidType(f"{_name(key)}: only dense tensors can be stored, not {value.layout}")
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype not in _TORCH_OF:
+            native = array.dtype.newbyteorder("=")
+            if native not in _TORCH_OF:
+                raise InvalidType(f"{_name(key)}: {array.dtype} cannot be stored, only numbers and booleans can")
+            array = array.astype(native)
+        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+            array = array.copy()  # torch has neither read-only memory nor negative strides
+        return torch.from_numpy(array)
+    if isinstance(value, numbers.Number | list | tuple) and not isinstance(value, str):
+        plain: Any = value
+        try:
+            return torch.as_tensor(plain, dtype=torch.float32 if type(plain) is float else None)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise InvalidType(f"{_name(key)}: {value!r:.60} cannot be stored: {problem}") from problem
+    raise InvalidType(f"{_name(key)}: a {type(value).__name__} cannot be stored, only tensors, arrays and numbers can")

@@ -1,0 +1,388 @@
+"""Observations brought to mean 0 and variance 1, by statistics that all workers of a run share.
+
+Off-policy, keep the raw observations in replay and normalise inside the policy and the critics (``Normalizer``): what
+was stored under yesterday's statistics then still means the same. ``NormalizedEnv`` is for those who want it in the
+environment.
+
+Source of the merging: T. Chan, G. Golub, R. LeVeque, "Algorithms for Computing the Sample Variance" (1983), eq. 2.1.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import Space, spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from millpond.core.errors import BufferClosed, InvalidArgument
+from millpond.envs.autoreset import autoreset_mode
+from millpond.envs.spaces import Key, Leaf, leaves, nested
+from millpond.shm.locks import make_lock
+from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
+
+Floats = npt.NDArray[np.float64]
+_WORDS, _RECORDS = 128, 256  # byte offsets: the lock lies before
+_COMMIT, _CLOSED, _OWNER, _SIZE = 0, 1, 2, 3  # 64-bit words
+_ROWS = 4096  # at once: keeps the temporary arrays small
+_SHORT = 500  # NumPy keeps the GIL for arrays of at most so many elements
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of ``count`` vectors: their mean, and the sum of the squares of their deviations from it."""
+
+    count: int
+    mean: Floats
+    squares: Floats
+
+    @classmethod
+    def of(cls, vectors: npt.ArrayLike) -> Moments:
+        """Of the rows of ``[n, size]``; rows that hold NaN or infinity are left out."""
+        rows = np.asarray(vectors)
+        total = cls(0, np.zeros(rows.shape[1]), np.zeros(rows.shape[1]))
+        for at in range(0, len(rows), _ROWS):
+            part = rows[at : at + _ROWS].astype(np.float64)
+            part = part[np.isfinite(part).all(axis=1)]
+            if len(part):
+                mean = part.mean(axis=0)
+                total = total.merged(cls(len(part), mean, np.square(part - mean).sum(axis=0)))
+        return total
+
+    def merged(self, other: Moments) -> Moments:
+        """Of the vectors of both."""
+        count = self.count + other.count
+        if count == 0:
+            return self
+        mean, squares = np.empty_like(self.mean), np.empty_like(self.mean)
+        for at in range(0, len(mean), _SHORT):  # in parts that keep the GIL: this runs under the lock
+            part = slice(at, at + _SHORT)
+            apart = other.mean[part] - self.mean[part]
+            mean[part] = self.mean[part] + apart * (other.count / count)
+            squares[part] = self.squares[part] + other.squares[part]
+            squares[part] += apart * apart * (self.count * (other.count / count))
+        return Moments(count, mean, squares)
+
+    @property
+    def variance(self) -> Floats:
+        """Ones where fewer than two vectors were seen."""
+        return self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
+
+
+class RunningStatistics:
+    """Count, mean and variance of every vector of ``size`` numbers that any process has passed to ``update``.
+
+    Lies in shared memory. Pickling it pickles its path, and unpickling attaches to it; the process that made it
+    removes it: by ``close()``, when it is collected, or at its end. Merging is exact up to rounding in float64, in
+    whatever order and grouping the vectors come. A process that is killed in ``update`` leaves the statistics with its
+    batch or without it, and the others go on.
+
+    Raises:
+        InvalidArgument: ``size`` is not positive.
+        OutOfMemory: the shared memory is not there.
+    """
+
+    _remover: weakref.finalize[Any, Any] | None = None  # only where it was made
+
+    def __init__(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
+        path = make_directory("statistics")
+        self._remover = weakref.finalize(self, _remove, path, os.getpid())
+        memory = allocate(path / "block", _RECORDS + 2 * 8 * (1 + 2 * size))
+        make_lock(memory, create=True, path=path / "lock")
+        words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
+        words[_OWNER], words[_SIZE] = os.getpid(), size
+        self._attach(path)
+
+    def _attach(self, path: Path) -> None:
+        memory = map_file(path / "block")
+        self.path = path
+        self._mutex, _ = make_lock(memory, create=False, path=path / "lock")
+        self._words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
+        self.size = self._words[_SIZE]
+        self._records = np.frombuffer(memory, np.float64, offset=_RECORDS).reshape(2, 1 + 2 * self.size)
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check()
+        return _attached, (os.fspath(self.path),)
+
+    def update(self, vectors: npt.ArrayLike) -> Moments:
+        """Take in the rows of ``[n, size]``, but those with NaN or infinity; what is known after it.
+
+        Raises:
+            InvalidArgument: another shape.
+            BufferClosed: this was closed, here or by its owner.
+        """
+        rows = np.asarray(vectors)
+        if rows.ndim != 2 or rows.shape[1] != self.size or rows.dtype.kind not in "biuf":
+            raise InvalidArgument(f"vectors of shape {rows.shape} and type {rows.dtype}; [n, {self.size}] is expected")
+        return self.merge(Moments.of(rows))
+
+    def merge(self, moments: Moments) -> Moments:
+        """Take in what was counted elsewhere; what is known after it. Raises like ``update``."""
+        if moments.mean.shape != (self.size,) or moments.squares.shape != (self.size,):
+            raise InvalidArgument(f"moments of vectors of shape {moments.mean.shape}, not ({self.size},)")
+        self._check()
+        try:
+            self._mutex.lock()
+            known = self._read().merged(moments)
+            self._write(known)
+        finally:
+            self._mutex.unlock()
+        return known
+
+    def moments(self) -> Moments:
+        """What is known now."""
+        self._check()
+        try:
+            self._mutex.lock()
+            return self._read()
+        finally:
+            self._mutex.unlock()
+
+    def _read(self) -> Moments:
+        """Under the lock, as the next. The record in force is never written to, so it may be read in parts."""
+        record = self._records[self._words[_COMMIT] & 1]
+        whole = np.empty_like(record)
+        for at in range(0, len(record), _SHORT):
+            whole[at : at + _SHORT] = record[at : at + _SHORT]
+        return Moments(int(whole[0]), whole[1 : 1 + self.size], whole[1 + self.size :])
+
+    def _write(self, moments: Moments) -> None:
+        commit = self._words[_COMMIT] + 1
+        record = self._records[commit & 1]
+        record[0] = moments.count
+        for at in range(0, self.size, _SHORT):
+            part = slice(at, min(at + _SHORT, self.size))
+            record[1:][part] = moments.mean[part]
+            record[1 + self.size :][part] = moments.squares[part]
+        self._words[_COMMIT] = commit  # one store: from here on the other record is in force
+
+    @property
+    def count(self) -> int:
+        return self.moments().count
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is known, as tensors."""
+        known = self.moments()
+        mean, squares = torch.from_numpy(known.mean), torch.from_numpy(known.squares)
+        return {"count": torch.tensor(known.count), "mean": mean, "squares": squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget what is known, in every process, and know this instead.
+
+        Raises:
+            InvalidArgument: it is of vectors of another size, or no such state. Nothing was changed.
+        """
+        if set(state) != {"count", "mean", "squares"}:
+            raise InvalidArgument(f"no state of running statistics: {sorted(state)}")
+        mean, squares = (np.array(state[name], np.float64) for name in ("mean", "squares"))
+        if mean.shape != (self.size,) or squares.shape != (self.size,):
+            raise InvalidArgument(f"the state is of vectors of shape {mean.shape}, not ({self.size},)")
+        self._check()
+        try:
+            self._mutex.lock()
+            self._write(Moments(int(state["count"]), mean, squares))
+        finally:
+            self._mutex.unlock()
+
+    def _check(self) -> None:
+        if self._closed or self._words[_CLOSED]:
+            raise BufferClosed(f"the running statistics {self.path.name} were closed")
+
+    def close(self) -> None:
+        """Detach; in the process that made it also close it for everybody and remove it. Closing twice is fine."""
+        if not self._closed and self._remover is not None and os.getpid() == self._words[_OWNER]:
+            self._words[_CLOSED] = 1
+            self._remover()
+        self._closed = True
+
+    def __enter__(self) -> RunningStatistics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RunningStatistics(size={self.size}{', closed' if self._closed else ''})"
+
+
+def _attached(path: str) -> RunningStatistics:
+    statistics = RunningStatistics.__new__(RunningStatistics)
+    statistics._attach(Path(path))
+    return statistics
+
+
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child, which inherits the finalizer
+        remove_directory(path)
+
+
+class Normalizer(nn.Module):
+    """``(x - mean) / sqrt(variance + epsilon)``, clipped to ±``clip``, by statistics that stay as they are.
+
+    They are buffers: they go to collectors and into checkpoints with the weights of the policy. ``refresh`` takes new
+    ones. Works on ``[…, size]`` of any floating type, and returns that type.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
+        super().__init__()
+        self.epsilon, self.clip = _checked_epsilon(epsilon), _checked_clip(clip)
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+
+    @torch.no_grad()
+    def refresh(self, moments: Moments) -> None:
+        """Normalise by these from now on: ``normalizer.refresh(statistics.moments())``."""
+        self.mean.copy_(torch.from_numpy(moments.mean))
+        self.scale.copy_(torch.from_numpy(1 / np.sqrt(moments.variance + self.epsilon)))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        mean, scale = self.mean.to(observation.dtype), self.scale.to(observation.dtype)
+        return ((observation - mean) * scale).clamp(-self.clip, self.clip)
+
+
+class NormalizedPolicy(nn.Module):
+    """A policy that sees normalised observations where others see raw ones."""
+
+    def __init__(self, policy: nn.Module, normalizer: Normalizer, *, key: str | Key = "observation") -> None:
+        super().__init__()
+        self.policy, self.normalizer, self.key = policy, normalizer, key
+
+    def forward(self, data: TensorDictBase) -> TensorDictBase:
+        inner = data.clone(recurse=False)
+        inner.set(self.key, self.normalizer(data.get(self.key)))
+        data.set("action", self.policy(inner).get("action"))
+        return data
+
+    def reseed(self, seed: int) -> None:
+        """Restart the inner policy's noise."""
+        self.policy.reseed(seed)  # type: ignore[operator]
+
+
+class NormalizedEnv(VectorWrapper):
+    """A vector environment whose floating observations are normalised, as float32, and clipped to ±``clip``.
+
+    Every observation counts once, final ones included, so the three autoreset modes give the same statistics. With
+    ``update = False`` nothing more is learned. Pass the same ``statistics`` to the environments of several workers;
+    ``statistics=None`` makes some, which ``close()`` removes. Other observations (``uint8`` images, integers) pass
+    through.
+
+    Raises:
+        InvalidArgument: no floating observation, statistics of another size, or no autoreset mode.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        statistics: RunningStatistics | None = None,
+        *,
+        update: bool = True,
+        epsilon: float = 1e-8,
+        clip: float = 10.0,
+    ) -> None:
+        super().__init__(env)
+        autoreset_mode(env)
+        self.epsilon, self.clip, self.update = _checked_epsilon(epsilon), _checked_clip(clip), update
+        self._all = leaves(env.single_observation_space)
+        self._parts: dict[Key, slice] = {}
+        at = 0
+        for leaf in self._all:
+            if leaf.dtype.kind == "f":
+                size = int(np.prod(leaf.shape))
+                self._parts[leaf.key] = slice(at, at + size)
+                at += size
+        if not at:
+            raise InvalidArgument(f"nothing to normalise in {env.single_observation_space}: no floating numbers")
+        if statistics is not None and statistics.size != at:
+            raise InvalidArgument(f"statistics of {statistics.size} numbers, but observations have {at}")
+        self.single_observation_space = self._normalized_space(env.single_observation_space)
+        self._owned = statistics is None
+        self.statistics = RunningStatistics(at) if statistics is None else statistics
+
+    def _normalized_space(self, space: Space[Any]) -> Space[Any]:
+        if isinstance(space, spaces.Dict):
+            return spaces.Dict({name: self._normalized_space(part) for name, part in space.spaces.items()})
+        if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
+            return spaces.Box(-self.clip, self.clip, space.shape, np.float32)
+        return space
+
+    @property  # type: ignore[misc]  # made when somebody asks: it has bounds for every number of every environment
+    def observation_space(self) -> Space[Any]:  # type: ignore[override]
+        if self._observation_space is None:
+            self._observation_space = batch_space(self.single_observation_space, self.num_envs)
+        return self._observation_space
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask = (options or {}).get("reset_mask")  # looked up first: some environments take it out of the options
+        observation, info = self.env.reset(seed=seed, options=options)
+        known = self._count([self._flat(observation) if mask is None else self._flat(observation)[mask]])
+        return self._normalized(observation, known), info
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        final, seen = info.get("final_obs", ()), [self._flat(observation)]
+        ended = [i for i, one in enumerate(final) if one is not None]
+        seen += [self._flat(final[i], batched=False) for i in ended]
+        known = self._count(seen)
+        if ended:
+            shown = np.empty(len(final), object)  # of None
+            for i in ended:
+                shown[i] = self._normalized(final[i], known)
+            info = {**info, "final_obs": shown}
+        return self._normalized(observation, known), reward, terminated, truncated, info
+
+    def _count(self, seen: list[Floats]) -> Moments:
+        return self.statistics.update(np.concatenate(seen)) if self.update else self.statistics.moments()
+
+    def _flat(self, observation: Any, *, batched: bool = True) -> Floats:
+        """``[n, size]``; of one observation ``[1, size]``."""
+        n = self.num_envs if batched else 1
+        parts = [np.asarray(leaf.of(observation)).reshape(n, -1) for leaf in self._all if leaf.key in self._parts]
+        return np.concatenate(parts, axis=1)
+
+    def _normalized(self, observation: Any, known: Moments) -> Any:
+        scale = 1 / np.sqrt(known.variance + self.epsilon)
+
+        def one(leaf: Leaf) -> Any:
+            value = leaf.of(observation)
+            part = self._parts.get(leaf.key)
+            if part is None:
+                return value
+            apart = (np.asarray(value) - known.mean[part].reshape(leaf.shape)) * scale[part].reshape(leaf.shape)
+            return np.clip(apart, -self.clip, self.clip).astype(np.float32)
+
+        return nested({leaf.key: one(leaf) for leaf in self._all})
+
+    def close(self, **kwargs: Any) -> None:
+        """Close the environment, and the statistics if they were made here."""
+        super().close(**kwargs)
+        if self._owned:
+            self.statistics.close()
+
+
+def _checked_epsilon(epsilon: float) -> float:
+    if not epsilon > 0:
+        raise InvalidArgument(f"epsilon must be positive, not {epsilon}")
+    return epsilon
+
+
+def _checked_clip(clip: float) -> float:
+    if not clip > 0:
+        raise InvalidArgument(f"clip must be positive, not {clip}")
+    return clip

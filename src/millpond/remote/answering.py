@@ -1,0 +1,270 @@
+"""The owner's answers: one function for each thing that a client can ask, whichever way the request came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from millpond.core.errors import DeadlineExceeded, InvalidArgument
+from millpond.core.schema import Schema
+from millpond.remote.failures import failed
+from millpond.remote.ledger import Ledger
+from millpond.remote.messages import Message
+from millpond.remote.packed import Packed, Side, run_of
+from millpond.remote.parking import Call, Lot
+from millpond.remote.transfer import Incoming, Outgoing
+from millpond.replay.taking import Taken
+
+Notify = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Client:
+    """One client, as its owner knows it. ``notify(number)`` says that the answer to a parked request is there."""
+
+    id: bytes
+    notify: Notify
+    ledger: Ledger = field(default_factory=Ledger)
+    outgoing: Outgoing | None = None
+    incoming: Incoming | None = None
+
+
+class Answers:
+    """Answers requests to one buffer, from any number of clients and threads. Never raises, and never waits for the
+    buffer to become ready: a request that would have to is parked, and its client told when it is answered."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+        self._lots: dict[Side, Lot] = {side: Lot(side, packed.changes(side)) for side in ("sample", "extend")}
+        self._waiting: dict[str, tuple[Side, Callable[[Message], Message]]] = {
+            "extend": ("extend", self._extend),
+            "sample": ("sample", self._sample),
+            "until_sample": ("sample", self._until),
+            "until_extend": ("extend", self._until),
+        }
+        self._once = {"extend", "update", "update_priority", "empty", "load"}  # must not happen twice
+        if packed.consuming:
+            self._once.add("sample")  # an item that was delivered is gone
+        self._direct: dict[str, Callable[[Message], Message]] = {
+            "bind": self._bind,
+            "counts": self._counts,
+            "can_sample": self._can_sample,
+            "stats": lambda _: _done(stats=self.stats()),
+            "explain": lambda asked: _done(text=packed.buffer.explain(asked.fields["op"], asked.fields["n"])),
+            "receipt": lambda asked: _done(receipt=packed.buffer.receipt(asked.fields["line"])),
+            "epoch_over": lambda asked: _done(over=packed.epoch_over(asked.fields["n"])),
+            "peek": lambda asked: _taken(packed.peek(asked.fields["n"])),
+            "pick": self._pick,
+            "empty": self._empty,
+            "update_priority": self._update_priority,
+            "update": self._update,
+        }
+        self._transfers: dict[str, Callable[[Client, Message], Message]] = {
+            "state": self._state,
+            "fetch": self._fetch,
+            "fetched": self._fetched,
+            "offer": self._offer,
+            "bring": self._bring,
+            "load": self._load,
+        }
+
+    # ------------------------------------------------------------------ one request
+    def answer(self, client: Client, request: Message) -> Message:
+        """The answer, under the number of the request."""
+        if request.kind in ("collect", "withdraw"):
+            return self._about(client, request)
+        known = client.ledger.begin(request)
+        if known is not None:
+            return known
+        answer = self._attempt(client, request)
+        if answer is None:
+            return self._park(client, request)
+        client.ledger.end(request.number, answer if request.kind in self._once else None)
+        return answer
+
+    def _attempt(self, client: Client, request: Message) -> Message | None:
+        """None: not yet, and the client would wait."""
+        try:
+            if request.kind in self._waiting:
+                answer = self._waiting[request.kind][1](request)
+            elif request.kind in self._direct:
+                answer = self._direct[request.kind](request)
+            elif request.kind in self._transfers:
+                answer = self._transfers[request.kind](client, request)
+            else:
+                raise InvalidArgument(f"nobody here knows what {request.kind!r} is; is the client a newer millpond?")
+        except DeadlineExceeded as error:
+            return None if request.fields.get("wait") else failed(request.number, error)
+        except Exception as error:  # noqa: BLE001: whatever it is, it is the client's to see
+            return failed(request.number, error)
+        return Message(answer.kind, request.number, answer.fields, answer.tensors)
+
+    def _park(self, client: Client, request: Message) -> Message:
+        side = self._waiting[request.kind][0]
+        ledger, number = client.ledger, request.number
+        if not request.kind.startswith("until"):
+            self._packed.count_block(side)
+        ledger.park(number)
+
+        def answered(answer: Message) -> None:
+            ledger.end(number, answer)
+            client.notify(number)
+
+        need, exempt = request.fields["n"], bool(request.fields.get("exempt"))
+        self._lots[side].park(
+            Call(client.id, number, need, exempt, lambda: self._attempt(client, request), answered)
+        )
+        return ledger.look(number) or Message("parked", number)
+
+    def _about(self, client: Client, request: Message) -> Message:
+        """Collect the answer to a parked request, or take the request back."""
+        number = request.fields["number"]
+        if request.kind == "withdraw" and any(lot.withdraw(client.id, number) for lot in self._lots.values()):
+            client.ledger.end(number, None)
+            return Message("withdrawn", request.number, {"text": self._explained(request)})
+        found = client.ledger.look(number)
+        if found is None:
+            return failed(request.number, InvalidArgument(f"request {number} does not wait here"))
+        return Message(found.kind, request.number, found.fields, found.tensors)
+
+    def _explained(self, request: Message) -> str:
+        try:
+            return self._packed.buffer.explain(request.fields["op"], request.fields["n"])
+        except Exception as error:  # noqa: BLE001: an explanation that fails must not hide that the call was withdrawn
+            return str(error)
+
+    # ------------------------------------------------------------------ what may have to wait
+    def _extend(self, asked: Message) -> Message:
+        fields, receipt = asked.fields, asked.fields["receipt"]
+        slots = self._packed.put(
+            asked.tensors["rows"],
+            fields["schema"],
+            priority=asked.tensors.get("priority"),
+            receipt=None if receipt is None else (receipt[0], receipt[1]),
+            exempt=fields["exempt"],
+        )
+        if slots is None:
+            return _done(dropped=True)
+        start = run_of(slots, self._packed.buffer.capacity)
+        if start is None:
+            return Message("done", tensors={"slots": torch.from_numpy(slots)})
+        return _done(start=start, n=len(slots))
+
+    def _sample(self, asked: Message) -> Message:
+        fields = asked.fields
+        return _taken(self._packed.take(fields["n"], wait=fields["patient"], exempt=fields["exempt"]))
+
+    def _until(self, asked: Message) -> Message:
+        buffer, n = self._packed.chosen(asked.fields["exempt"]), asked.fields["n"]
+        wait = buffer.wait_until_sampleable if asked.kind == "until_sample" else buffer.wait_until_writable
+        if not wait(n, timeout=0):
+            raise DeadlineExceeded(buffer.explain(asked.kind.removeprefix("until_"), n))
+        return _done()
+
+    # ------------------------------------------------------------------ what never waits
+    def _bind(self, asked: Message) -> Message:
+        offered = asked.fields["schema"]
+        schema = self._packed.buffer.schema if offered is None else self._packed.bind(Schema.from_json(offered))
+        return _done(schema=None if schema is None else schema.to_json())
+
+    def _counts(self, asked: Message) -> Message:
+        buffer = self._packed.buffer
+        return _done(write_count=buffer.write_count, storage_size=buffer.storage_size, size=len(buffer))
+
+    def _can_sample(self, asked: Message) -> Message:
+        return _done(can=self._packed.chosen(asked.fields["exempt"]).can_sample(asked.fields["n"]))
+
+    def _pick(self, asked: Message) -> Message:
+        which: Any = asked.tensors.get("which")
+        if which is None:
+            which = asked.fields["which"]
+            which = slice(*which) if isinstance(which, list) else which
+        rows, single = self._packed.pick(which)
+        return Message("done", fields={"single": single}, tensors={"rows": rows})
+
+    def _empty(self, asked: Message) -> Message:
+        self._packed.buffer.empty()
+        return _done()
+
+    def _update_priority(self, asked: Message) -> Message:
+        tensors = asked.tensors
+        named = self._packed.named(tensors["index"], tensors.get("generation"))
+        return _done(applied=self._packed.buffer.update_priority(named, tensors["priority"]))
+
+    def _update(self, asked: Message) -> Message:
+        tensors = asked.tensors
+        patch: dict[str, Any] = {}
+        for i, key in enumerate(asked.fields["keys"]):
+            place = patch
+            for part in key[:-1]:
+                place = place.setdefault(part, {})
+            place[key[-1]] = tensors[f"patch{i}"]
+        named = self._packed.named(tensors["index"], tensors.get("generation"))
+        return _done(applied=self._packed.buffer.update(named, patch))
+
+    def stats(self) -> dict[str, Any]:
+        """The buffer's, with the calls that are parked here among those that wait."""
+        figures = self._packed.buffer.stats()
+        figures["waiting_consumers"] += len(self._lots["sample"])
+        figures["waiting_producers"] += len(self._lots["extend"])
+        return figures
+
+    # ------------------------------------------------------------------ checkpoints, piece by piece
+    def _state(self, client: Client, asked: Message) -> Message:
+        client.outgoing = Outgoing(self._packed.buffer.state_dict())
+        return _done(tree=client.outgoing.tree, sections=client.outgoing.sections)
+
+    def _fetch(self, client: Client, asked: Message) -> Message:
+        if client.outgoing is None:
+            raise InvalidArgument("there is no state to fetch from")
+        return Message("done", tensors={"piece": client.outgoing.piece(asked.fields["section"], asked.fields["at"])})
+
+    def _fetched(self, client: Client, asked: Message) -> Message:
+        client.outgoing = None
+        return _done()
+
+    def _offer(self, client: Client, asked: Message) -> Message:
+        client.incoming = Incoming(asked.fields["tree"], asked.fields["sections"])
+        return _done()
+
+    def _bring(self, client: Client, asked: Message) -> Message:
+        if client.incoming is None:
+            raise InvalidArgument("no state was offered")
+        client.incoming.put(asked.fields["section"], asked.fields["at"], asked.tensors["piece"])
+        return _done()
+
+    def _load(self, client: Client, asked: Message) -> Message:
+        if client.incoming is None:
+            raise InvalidArgument("no state was offered")
+        state, client.incoming = client.incoming.state(), None
+        self._packed.buffer.load_state_dict(state)
+        return _done()
+
+    # ------------------------------------------------------------------ ends
+    def forget(self, client: Client) -> None:
+        """The client is gone: what it waited for is not done any more."""
+        for lot in self._lots.values():
+            lot.forget(client.id)
+
+    def close(self) -> None:
+        """After the buffer was closed: whoever is parked hears it."""
+        for lot in self._lots.values():
+            lot.close()
+
+
+def _done(**fields: Any) -> Message:
+    return Message("done", fields=fields)
+
+
+def _taken(taken: Taken) -> Message:
+    tensors = {
+        "rows": taken.rows.view(torch.uint8),
+        "slots": torch.from_numpy(taken.slots),
+        "numbers": torch.from_numpy(taken.numbers),
+    }
+    keys = [list(key) for key in taken.extra]
+    tensors.update({f"extra{i}": value for i, value in enumerate(taken.extra.values())})
+    return Message("done", fields={"extra": keys}, tensors=tensors)

@@ -1,0 +1,50 @@
+"""What a client must know of an owner to reach it, as plain data that travels with the client."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from millpond.core.errors import InvalidArgument
+from millpond.replay.buffer import Handle
+from millpond.replay.rules import Rules
+
+HOST = "MILLPOND_HOST"
+TRANSPORTS = ("auto", "shm", "ray", "gloo")
+
+Address = tuple[str, int]
+
+
+def this_host() -> str:
+    """The name that this process goes by, "" by default. Processes of other names are on other hosts, whatever they share."""
+    return os.environ.get(HOST, "")
+
+
+def check_transport(transport: str) -> str:
+    """Raises ``InvalidArgument`` for what is none."""
+    if transport not in TRANSPORTS:
+        raise InvalidArgument(f"transport is one of {', '.join(TRANSPORTS)}; got {transport!r}")
+    return transport
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One owner. ``line`` and ``gloo`` are where it listens, ``handle`` is how its own host finds the buffer."""
+
+    name: str
+    namespace: str
+    pid: int
+    node: str
+    host: str
+    transport: str
+    line: Address
+    token: bytes
+    gloo: Address | None
+    handle: Handle | None
+    rules: Rules
+
+    def __str__(self) -> str:
+        return f"the owner of replay {self.name!r} (process {self.pid} on {self.node})"
+
+    def __repr__(self) -> str:
+        return f"Owner({self.name!r}, process {self.pid} on {self.node})"  # the token is nobody's business

@@ -1,0 +1,150 @@
+"""A replay buffer by its packed rows: what crosses the wire goes in, and comes out, as it lies in storage."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from millpond.core.errors import BufferClosed, NotShareable, SchemaMismatch
+from millpond.core.schema import Schema
+from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.drawing import Ints
+from millpond.replay.state import CONSUMER_BLOCKS, PRODUCER_BLOCKS
+from millpond.replay.taking import Taken
+
+Side = Literal["sample", "extend"]
+
+
+class Packed:
+    """The owner's way to its buffer. Nothing here waits for the buffer to become ready. Any thread may use it.
+
+    ``exempt`` means: left out of the ratio, as inside ``buffer.unlimited()``.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self.consuming = buffer._rules.deliveries is not None
+        self._ahead = threading.Lock()  # batches drawn ahead are one queue, for all clients
+        self._making = threading.Lock()
+        self._twin: ReplayBuffer | None = None
+
+    def put(
+        self, rows: torch.Tensor, fingerprint: str, *, priority: Any, receipt: tuple[int, int] | None, exempt: bool
+    ) -> Ints | None:
+        """Write rows, or raise as ``extend(timeout=0)`` does. None: dropped."""
+        schema = self.buffer.schema
+        if schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
+            raise SchemaMismatch(f"rows of schema {fingerprint} and shape {list(rows.shape)}; bound is {schema!r}")
+        return self.chosen(exempt)._put(rows, priority, 0, None, receipt)
+
+    def take(self, n: int, *, wait: bool, exempt: bool) -> Taken:
+        """Draw n items, or raise as ``sample(wait=wait, timeout=0)`` does."""
+        buffer = self.chosen(exempt)
+        patience: Any = {"wait": wait, "timeout": 0 if wait else None, "cancel": None}
+        if not buffer._rules.prefetch:
+            return buffer._taker.take(n, **patience)
+        with self._ahead:
+            taken = buffer._ahead.serve(n, **patience) if buffer._ahead else None
+            if taken is None:
+                taken = buffer._taker.take(n, **patience)
+            buffer._ahead.fill(n)
+            return taken
+
+    def peek(self, n: int) -> Taken:
+        """As ``ReplayBuffer.peek``."""
+        return Taken(*self.buffer._editor.peek(n), {}, 0)
+
+    def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
+        """Rows of the items that ``which`` names by age, and whether it named one alone."""
+        return self.buffer._editor.pick(which)
+
+    def epoch_over(self, n: int) -> bool:
+        """Was the last batch of the epoch drawn, and handed over?"""
+        return self.buffer._editor.epoch_over(n) and not self.buffer._ahead
+
+    def bind(self, schema: Schema) -> Schema:
+        """The bound schema, which is this one where none was bound. Raises ``SchemaMismatch``, with the difference."""
+        bound = self.buffer.schema or self.buffer._bind(schema)
+        if bound != schema:
+            raise SchemaMismatch(f"another schema is bound: {bound.difference(schema)}")
+        return bound
+
+    def named(self, index: torch.Tensor, generation: torch.Tensor | None) -> Any:
+        """What ``update`` and ``update_priority`` take, from what a client sends of it."""
+        if generation is None:
+            return index
+        return TensorDict({"index": index, "generation": generation}, [len(index)])
+
+    def count_block(self, side: Side) -> None:
+        """One more call had to wait."""
+        engine = self.buffer._engine
+        try:
+            state = engine.load()
+            state[CONSUMER_BLOCKS if side == "sample" else PRODUCER_BLOCKS] += 1
+            engine.commit(state)
+        finally:
+            engine.control.mutex.unlock()
+
+    def changes(self, side: Side) -> Changes:
+        """How a lot of parked calls learns that the buffer changed."""
+        return Changes(self.buffer, side)
+
+    def close(self) -> None:
+        """The buffer closes for everybody."""
+        with self._making:
+            if self._twin is not None:
+                self._twin.close()
+        self.buffer.close()
+
+    def chosen(self, exempt: bool) -> ReplayBuffer:
+        """The buffer; or the same one as another process would see it, which counts nothing against the ratio."""
+        if not exempt:
+            return self.buffer
+        with self._making:
+            if self._twin is None:
+                if not self.buffer.shared:
+                    raise NotShareable("unlimited() from another process needs a buffer in shared memory")
+                self._twin = ReplayBuffer.attach(self.buffer.handle())
+                self._twin._engine.unlimited = 1
+            return self._twin
+
+
+class Changes:
+    """The buffer's event count of one side, as `millpond.remote.parking.Tickets`."""
+
+    def __init__(self, buffer: ReplayBuffer, side: Side) -> None:
+        self._buffer = buffer
+        self._name = "items_event" if side == "sample" else "space_event"
+
+    def prepare(self) -> int:
+        try:
+            engine, mutex = self._buffer._engine, self._buffer._engine.control.mutex
+        except BufferClosed:
+            return -1
+        try:
+            engine.load()
+            ticket: int = getattr(engine, self._name).prepare()
+            return ticket
+        finally:
+            mutex.unlock()
+
+    def wait(self, ticket: int, seconds: float) -> bool:
+        if ticket < 0:
+            return True
+        try:
+            moved: bool = getattr(self._buffer._engine, self._name).wait(ticket, seconds)
+            return moved
+        except BufferClosed:
+            return True
+
+
+def run_of(slots: Ints, capacity: int) -> int | None:
+    """Where neighbouring slots begin, going on at 0 behind the last; None where they are no neighbours."""
+    if len(slots) == 0:
+        return None
+    start = int(slots[0])
+    return start if np.array_equal(slots, (start + np.arange(len(slots))) % capacity) else None

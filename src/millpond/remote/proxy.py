@@ -1,0 +1,298 @@
+"""The methods of `ReplayBuffer` as requests to its owner: the same arguments, results and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers as python_numbers
+import operator
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, NotReady
+from millpond.core.schema import Batch, Schema, leaves_of
+from millpond.remote.messages import Message
+from millpond.remote.session import Patience, Session
+from millpond.remote.transfer import Incoming, Outgoing
+from millpond.replay import rules as rulebook
+from millpond.replay.desk import Desk
+from millpond.replay.storage import check_capacity
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+class Proxy:
+    """A buffer that another process owns, through one session. Batches are packed, checked and unpacked here, by the same
+    code and the same schema as in the owner's process, so a wrong one is refused in the same words."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._rules = session.owner.rules
+        self._schema: Schema | None = None
+        self._desk = Desk()
+        self._exempt = 0
+
+    # ------------------------------------------------------------------ writing
+    def extend(
+        self,
+        items: Batch,
+        *,
+        priority: Any = None,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+        receipt: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        schema = self.schema or self.bind(Schema.from_example(items))
+        tensors = schema.check(items)
+        n = tensors[0].shape[0]
+        patience = Patience(f"extend({n})", "extend", n, timeout, cancel_event)
+        if n == 0:
+            return _NO_SLOTS
+        staging = self._desk.take(schema, n)
+        staging.fill(tensors)
+        slots = self._put(staging.rows, priority, patience, receipt)
+        self._desk.give(staging)
+        return slots
+
+    def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
+        patience = Patience("extend(1)", "extend", 1, timeout, cancel_event)
+        schema = self.schema or self.bind(Schema.from_item(item))
+        staging = self._desk.take(schema, 1)
+        schema.fill_item(staging, item)
+        slots = self._put(staging.rows, priority, patience, None)
+        self._desk.give(staging)
+        return int(slots[0]) if len(slots) else -1
+
+    def _put(
+        self, rows: torch.Tensor, priority: Any, patience: Patience, receipt: tuple[int, int] | None
+    ) -> torch.Tensor:
+        assert self._schema is not None
+        tensors = {"rows": rows}
+        if priority is not None:
+            tensors["priority"] = torch.as_tensor(priority).detach().cpu()
+        fields = {
+            "n": len(rows),
+            "schema": self._schema.fingerprint,
+            "wait": patience.timeout > 0,
+            "exempt": self._exempt > 0,
+            "receipt": None if receipt is None else [operator.index(part) for part in receipt],
+        }
+        answer = self._session.call("extend", fields, tensors, patience)
+        if "slots" in answer.tensors:
+            return answer.tensors["slots"]
+        if "start" not in answer.fields:
+            return _NO_SLOTS
+        return (answer.fields["start"] + torch.arange(answer.fields["n"])) % self.capacity
+
+    def receipt(self, line: int) -> int:
+        return int(self._ask("receipt", line=operator.index(line)))
+
+    def bind(self, schema: Schema) -> Schema:
+        """Bind this schema, or find it bound. Raises ``SchemaMismatch``, with the difference, where another one is."""
+        return self._know(self._ask("bind", schema=schema.to_json()))
+
+    def _know(self, text: str) -> Schema:
+        self._schema = Schema.from_json(text)
+        return self._schema
+
+    # ------------------------------------------------------------------ sampling
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+    ) -> Any:
+        n = self._batch_size(batch_size)
+        patience = Patience(f"sample({n})", "sample", n, timeout, cancel_event)
+        fields = {"n": n, "patient": wait, "wait": wait and patience.timeout > 0, "exempt": self._exempt > 0}
+        return self._dress(self._session.call("sample", fields, None, patience), return_info)
+
+    def peek(self, n: int) -> Any:
+        return self._dress(self._session.call("peek", {"n": self._batch_size(n)}), False)
+
+    def _dress(self, answer: Message, return_info: bool) -> Any:
+        tensors = answer.tensors
+        rows, index, generation = tensors["rows"], tensors["slots"], tensors["numbers"]
+        extra = {tuple(key): tensors[f"extra{i}"] for i, key in enumerate(answer.fields["extra"])}
+        if self._rules.device is not None:
+            rows, index, generation, extra = rulebook.to_device(self._rules.device, rows, index, generation, extra)
+        return rulebook.dress(self._known_schema(), self._rules, rows, index, generation, extra, return_info)
+
+    def __getitem__(self, which: Any) -> Any:
+        fields: dict[str, Any] = {"which": None}
+        tensors = {}
+        if isinstance(which, slice):
+            parts = (which.start, which.stop, which.step)
+            fields["which"] = [None if part is None else operator.index(part) for part in parts]
+        elif isinstance(which, python_numbers.Integral) and not isinstance(which, bool):
+            fields["which"] = int(which)
+        else:
+            tensors["which"] = torch.as_tensor(which).detach().cpu()
+        answer = self._session.call("pick", fields, tensors)
+        found = self._known_schema().unpack(answer.tensors["rows"])
+        return found[0] if answer.fields["single"] else found
+
+    def __iter__(self) -> Iterator[Any]:
+        n = self._batch_size(None)
+        while True:
+            try:
+                batch = self.sample(wait=True)
+            except BufferClosed:
+                return
+            yield batch
+            if self._ask("epoch_over", n=n):
+                return
+
+    # ------------------------------------------------------------------ waiting
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        n = self._batch_size(batch_size)
+        try:
+            return bool(self._ask("can_sample", n=n, exempt=self._exempt > 0))
+        except BufferClosed:
+            return False
+
+    def wait_until_sampleable(
+        self, num_items: int | None = None, *, timeout: float | None = None, cancel_event: Any = None
+    ) -> bool:
+        return self._until("sample", self._batch_size(num_items), timeout, cancel_event)
+
+    def wait_until_writable(
+        self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
+    ) -> bool:
+        return self._until("extend", check_capacity(num_items), timeout, cancel_event)
+
+    def _until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
+        patience = Patience(f"wait for {op}({n})", op, n, timeout, cancel)
+        fields = {"n": n, "wait": patience.timeout > 0, "exempt": self._exempt > 0}
+        try:
+            self._session.call(f"until_{op}", fields, None, patience)
+        except TimeoutError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[Self]:
+        self._exempt += 1
+        try:
+            yield self
+        finally:
+            self._exempt -= 1
+
+    # ------------------------------------------------------------------ changing what is there
+    def update_priority(self, index_or_sample: Any, priority: Any) -> int:
+        tensors = _named(index_or_sample)
+        tensors["priority"] = torch.as_tensor(priority).detach().cpu()
+        return int(self._session.call("update_priority", None, tensors).fields["applied"])
+
+    def update(self, index_or_sample: Any, patch: Batch) -> int:
+        tensors, keys = _named(index_or_sample), []
+        for i, (key, value) in enumerate(leaves_of(patch)):
+            keys.append(list(key))
+            tensors[f"patch{i}"] = torch.as_tensor(value).detach().cpu()
+        return int(self._session.call("update", {"keys": keys}, tensors).fields["applied"])
+
+    def empty(self) -> None:
+        self._session.call("empty")
+
+    # ------------------------------------------------------------------ figures
+    def stats(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self._session.call("stats").fields["stats"]
+        return figures
+
+    def explain(self, op: str = "sample", n: int | None = None) -> str:
+        if op not in ("sample", "extend"):
+            raise InvalidArgument(f'op is "sample" or "extend", not {op!r}')
+        count = self._batch_size(n) if op == "sample" else check_capacity(1 if n is None else n)
+        try:
+            return str(self._ask("explain", op=op, n=count))
+        except BufferClosed as closed:
+            return f"{op}({count}) cannot proceed: {closed}"
+
+    @property
+    def capacity(self) -> int:
+        return self._rules.capacity
+
+    @property
+    def schema(self) -> Schema | None:
+        if self._schema is None:
+            text = self._ask("bind", schema=None)
+            if text is not None:
+                self._know(text)
+        return self._schema
+
+    @property
+    def write_count(self) -> int:
+        return int(self._session.call("counts").fields["write_count"])
+
+    @property
+    def storage_size(self) -> int:
+        return int(self._session.call("counts").fields["storage_size"])
+
+    @property
+    def sampleable_size(self) -> int:
+        return int(self._session.call("counts").fields["size"])
+
+    # ------------------------------------------------------------------ saving
+    def state_dict(self) -> dict[str, Any]:
+        said = self._session.call("state").fields
+        state = Incoming(said["tree"], said["sections"])
+        for section, at in state.pieces():
+            piece = self._session.call("fetch", {"section": section, "at": at}).tensors["piece"]
+            state.put(section, at, piece)
+        self._session.call("fetched")
+        return state.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sent = Outgoing(state)
+        self._session.call("offer", {"tree": sent.tree, "sections": sent.sections})
+        for section, at in sent.pieces():
+            self._session.call("bring", {"section": section, "at": at}, {"piece": sent.piece(section, at)})
+        self._session.call("load")
+        self._schema = None
+
+    def close(self) -> None:
+        self._session.close()
+
+    # ------------------------------------------------------------------ inside
+    def _ask(self, kind: str, **fields: Any) -> Any:
+        """The one value that the answer holds."""
+        (value,) = self._session.call(kind, fields).fields.values()
+        return value
+
+    def _batch_size(self, n: int | None) -> int:
+        if n is None:
+            n = self._rules.batch_size
+            if n is None:
+                raise InvalidArgument("no batch_size: give it to sample(), or to the buffer")
+            return n
+        return rulebook.check_batch_size(n)
+
+    def _known_schema(self) -> Schema:
+        schema = self.schema
+        if schema is None:
+            raise NotReady("nothing was written yet, and no schema was given")
+        return schema
+
+
+def _named(index_or_sample: Any) -> dict[str, torch.Tensor]:
+    """Which items are meant, as tensors. The owner judges the rest, as for a local buffer."""
+    if not isinstance(index_or_sample, TensorDictBase):
+        return {"index": _integers(index_or_sample)}
+    try:
+        named = {"index": index_or_sample["index"], "generation": index_or_sample["generation"]}
+    except KeyError as problem:
+        raise InvalidArgument(f"this batch has no {problem}: is it one that sample() returned?") from problem
+    return {name: tensor.detach().cpu().reshape(-1) for name, tensor in named.items()}
+
+
+def _integers(index: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(np.asarray(index) if isinstance(index, list | tuple) else index)
+    if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
+    return tensor.detach().cpu().reshape(-1)

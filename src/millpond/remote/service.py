@@ -1,0 +1,232 @@
+"""The process that owns the buffer: an ordinary shared `ReplayBuffer`, and the ways by which clients reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from millpond.core.errors import MillpondError, PeerLost
+from millpond.remote.answering import Answers, Client
+from millpond.remote.failures import failed
+from millpond.remote.line import Caller, Exchange
+from millpond.remote.messages import Message, decode, encode, number_of, payload_nbytes
+from millpond.remote.owner import Owner, this_host
+from millpond.remote.packed import Packed
+from millpond.remote.transports.gloo import Endpoint, Group
+from millpond.remote.transports.ray import Bytes, to_array, to_tensor
+from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.storage import TensorStorage
+from millpond.shm.reaper import reap
+
+log = logging.getLogger("millpond")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an owner is to be. ``arguments`` are those of ``kind``, a `ReplayBuffer` or one of its special cases."""
+
+    name: str
+    namespace: str
+    transport: str
+    kind: type[ReplayBuffer]
+    storage: Any
+    arguments: Mapping[str, Any]
+    connect_timeout: float
+
+
+class Service:
+    """One owned buffer, and who uses it. Needs no Ray; `ReplayActor` puts it into an actor.
+
+    Each client on a line has one thread here, which ends with the line. Nothing waits for the buffer: see `Answers`.
+
+    Raises what making the buffer raises; then nothing is left behind.
+    """
+
+    def __init__(self, plan: Plan, node: str) -> None:
+        reap()  # what a killed owner left in shared memory on this host
+        shared = type(plan.storage) is not TensorStorage  # that one is private memory, on a GPU perhaps
+        self._packed = Packed(plan.kind(plan.storage, shared=shared, **plan.arguments))
+        self._timeout = plan.connect_timeout
+        self._lock = threading.Lock()
+        self._clients: dict[bytes, Client] = {}
+        self._groups: dict[Caller, Group] = {}
+        self.traffic = {"ray_in": 0, "ray_out": 0, "gloo_in": 0, "gloo_out": 0}  # bytes; by Ray the heads too
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._packed.close)
+            self._answers = Answers(self._packed)
+            self._endpoint = Endpoint(node) if plan.transport in ("auto", "gloo") else None
+            self._exchange = Exchange(node, came=self._came, serve=self._serve, left=self._left)
+            undo.pop_all()
+        buffer = self._packed.buffer
+        self.owner = Owner(
+            name=plan.name,
+            namespace=plan.namespace,
+            pid=os.getpid(),
+            node=node,
+            host=this_host(),
+            transport=plan.transport,
+            line=self._exchange.address,
+            token=self._exchange.token,
+            gloo=None if self._endpoint is None else self._endpoint.address,
+            handle=buffer.handle() if buffer.shared else None,
+            rules=buffer._rules.unbound(),
+        )
+
+    # ------------------------------------------------------------------ lines
+    def _came(self, caller: Caller) -> None:
+        with self._lock:
+            self._clients[caller.id] = Client(caller.id, notify=caller.send)
+
+    def _left(self, caller: Caller) -> None:
+        with self._lock:
+            client = self._clients.pop(caller.id, None)
+            self._groups.pop(caller, None)
+        if client is not None:
+            self._answers.forget(client)
+
+    def _serve(self, caller: Caller, head: bytes) -> None:
+        """A request on the line: its payload, and that of the answer, go through the client's group."""
+        client = self._clients[caller.id]
+        try:
+            nbytes = payload_nbytes(head)
+        except MillpondError as problem:  # another version of millpond, or no millpond at all
+            raise ConnectionError(str(problem)) from problem
+        group = self._groups.get(caller)
+        try:
+            payload = None
+            if nbytes:
+                payload = self._in_use(group).receive(nbytes)
+                self._count("gloo_in", nbytes)
+            request = decode(head, payload)
+            if request.kind == "group":
+                self._make_group(caller, request)
+                return
+            answer = self._answers.answer(client, request)
+            head, payload = encode(answer)
+            caller.send(answer.number, head)
+            if payload is not None:
+                self._in_use(group).send(payload.cpu())
+                self._count("gloo_out", payload.numel())
+        except PeerLost as problem:  # the group broke, while the line may hold: the client makes another one and repeats
+            log.info("%s: %s", self.owner, problem)
+            self._groups.pop(caller, None)
+            caller.send(number_of(head), encode(Message("broken", number_of(head)))[0])
+
+    @staticmethod
+    def _in_use(group: Group | None) -> Group:
+        if group is None:
+            raise PeerLost("a payload came before its group")
+        return group
+
+    def _make_group(self, caller: Caller, request: Message) -> None:
+        """The client makes its end at the same time."""
+        if self._endpoint is None:
+            raise PeerLost("this owner has no endpoint")
+        self._groups.pop(caller, None)
+        self._groups[caller] = self._endpoint.group(request.fields["prefix"], self._timeout)
+
+    # ------------------------------------------------------------------ Ray
+    def exchange(self, identity: bytes, head: bytes, array: Bytes | None) -> tuple[bytes, Bytes | None]:
+        """A request whose payload, and that of the answer, go through Ray."""
+        client = self._clients.get(identity)
+        self._count("ray_in", len(head) + (0 if array is None else array.nbytes))
+        try:
+            request = decode(head, to_tensor(array))
+            if client is None:
+                raise ConnectionError("the line of this client has ended")
+            answer = self._answers.answer(client, request)
+        except (MillpondError, OSError) as problem:
+            answer = failed(0, problem)
+        head, payload = encode(answer)
+        self._count("ray_out", len(head) + (0 if payload is None else payload.numel()))
+        return head, to_array(payload)
+
+    # ------------------------------------------------------------------ the rest
+    def describe(self) -> dict[str, Any]:
+        """For people: who owns what, where it listens, who is there, what has passed."""
+        buffer, owner = self._packed.buffer, self.owner
+        with self._lock:
+            clients = [identity.hex()[:8] for identity in self._clients]
+        gloo = None if owner.gloo is None else f"gloo://{owner.gloo[0]}:{owner.gloo[1]}"
+        return {
+            "name": owner.name,
+            "namespace": owner.namespace,
+            "process": owner.pid,
+            "node": owner.node,
+            "transport": owner.transport,
+            "endpoints": {"extend": gloo, "sample": gloo},
+            "shared_memory": None if owner.handle is None else owner.handle.path,
+            "buffer": repr(buffer),
+            "schema": None if buffer.schema is None else repr(buffer.schema),
+            "clients": clients,
+            "traffic": dict(self.traffic),
+            "stats": self._answers.stats(),
+            "explain": [_explain(buffer, "extend", 1), _explain(buffer, "sample", None)],
+        }
+
+    def close(self) -> None:
+        """Close the buffer for everybody. Whoever waits hears ``BufferClosed``."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._packed.close()
+        self._answers.close()
+        self._exchange.close()
+
+    def _count(self, name: str, nbytes: int) -> None:
+        with self._lock:
+            self.traffic[name] += nbytes
+
+
+def _explain(buffer: ReplayBuffer, op: str, n: int | None) -> str:
+    try:
+        return buffer.explain(op, n)
+    except MillpondError as problem:  # no batch size is known
+        return str(problem)
+
+
+class ReplayActor:
+    """`Service` as an actor. All calls are short; what a client waits for is parked outside of the actor's slots."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._service: Service | None = None
+
+    def open(self, plan: Plan) -> Owner | Message:
+        """Make the buffer, once. What goes wrong comes back as a message: an actor that raises here would just be dead."""
+        import ray
+
+        try:
+            self._service = Service(plan, ray.util.get_node_ip_address())
+        except Exception as error:  # noqa: BLE001: whatever it is, it is the creator's to see
+            return failed(0, error)
+        return self._service.owner
+
+    def owner(self) -> Owner:
+        """For a client that knows a name only."""
+        return self._ready.owner
+
+    def exchange(self, identity: bytes, head: bytes, array: Bytes | None) -> tuple[bytes, Bytes | None]:
+        return self._ready.exchange(identity, head, array)
+
+    def describe(self) -> dict[str, Any]:
+        return self._ready.describe()
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+
+    @property
+    def _ready(self) -> Service:
+        if self._service is None:
+            raise RuntimeError("this owner was not opened")
+        return self._service

@@ -1,0 +1,67 @@
+"""Payloads through Ray's object store: each batch one array of bytes, copied in once and read where it lies."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millpond.remote.line import Line, Slot
+from millpond.remote.messages import Message, decode, encode
+
+Bytes = NDArray[np.uint8]
+SLICE_S = 0.5
+
+
+def to_array(payload: torch.Tensor | None) -> Bytes | None:
+    """A payload as Ray takes it. No copy."""
+    return None if payload is None else payload.cpu().numpy()
+
+
+def to_tensor(array: Bytes | None) -> torch.Tensor | None:
+    """A payload as Ray gives it. No copy, unless it lies askew.
+
+    Ray marks what it hands out as read-only, because several may have got the same. This array was made for one
+    reader, who may do with it what he likes.
+    """
+    if array is None:
+        return None
+    if array.ctypes.data % 64:
+        return torch.from_numpy(array.copy())
+    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory._array = array  # type: ignore[attr-defined]  # keeps it, and with it Ray's object, for as long as a view lives
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class RayWire:
+    """A client's way to its owner: heads and payloads by calls of the actor, any number at a time."""
+
+    def __init__(self, actor: Any, line: Line) -> None:
+        self._call = actor.exchange.options(concurrency_group="data")
+        self._line = line
+
+    def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
+        """The answer. The second part is for wires on which a parked answer may be told of before.
+
+        Raises ``ConnectionError`` where it is not known whether the request arrived: repeat it, or find the line ended.
+        """
+        import ray
+
+        head, payload = encode(request)
+        try:
+            reference = self._call.remote(self._line.id, head, to_array(payload))
+            while True:
+                try:
+                    head, array = ray.get(reference, timeout=SLICE_S)
+                    return decode(head, to_tensor(array)), False
+                except ray.exceptions.GetTimeoutError:
+                    if self._line.end is not None:
+                        raise ConnectionError("the line has ended") from None
+        except ray.exceptions.RayError as problem:
+            raise ConnectionError(f"{type(problem).__name__}: {problem}") from problem
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,32 @@
+"""Replay: storage, samplers, and the buffer that ties them to a flow."""
+
+from __future__ import annotations
+
+from millpond.replay.blocking import BlockingReplayBuffer, RateLimitedReplayBuffer
+from millpond.replay.buffer import Handle, ReplayBuffer
+from millpond.replay.drawing import Draw, Items, Randomness, Sampler
+from millpond.replay.ensemble import ReplayBufferEnsemble
+from millpond.replay.prioritized import PrioritizedSampler
+from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.storage import LazyMemmapStorage, LazyTensorStorage, MappedStorage, Storage, TensorStorage
+
+__all__ = [
+    "BlockingReplayBuffer",
+    "ConsumingSampler",
+    "Draw",
+    "Handle",
+    "Items",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "MappedStorage",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "Randomness",
+    "RateLimitedReplayBuffer",
+    "ReplayBuffer",
+    "ReplayBufferEnsemble",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "TensorStorage",
+]

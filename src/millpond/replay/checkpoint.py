@@ -1,0 +1,304 @@
+"""Saving a buffer and reading it back: contents, counters, sampler, generator, and the batches drawn ahead.
+
+A file is, without pickle::
+
+    "MILLPOND"  version (u32)  length of the header (u64)  crc32 of the header (u32)
+    header      JSON: schema, capacity, sampler, state, and for each section its length and crc32
+    sections    raw bytes
+
+It is written under a temporary name and renamed, so a kill at any instant leaves the last good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from millpond.core.errors import CheckpointError, InvalidArgument, NotShareable
+from millpond.core.schema import Schema
+from millpond.replay import state as words
+from millpond.replay.engine import Engine
+from millpond.replay.rules import spell
+from millpond.replay.storage import MappedStorage, TensorStorage
+from millpond.replay.taking import Taken
+
+if TYPE_CHECKING:
+    from millpond.replay.buffer import ReplayBuffer
+
+MAGIC = b"MILLPOND"
+VERSION = 1
+_HEAD = struct.Struct("<8sIQI")
+_KEPT = {  # of the running buffer, whatever a checkpoint says
+    words.CLOSED,
+    words.BOUND,
+    words.REDO,
+    words.REWRITES,
+    words.EMPTIED,
+    words.RESERVED,
+    words.PREFETCHED,
+    words.RECEIPT_LINE,
+    words.RECEIPT_NUMBER,
+}
+
+
+def state_dict(buffer: ReplayBuffer) -> dict[str, Any]:
+    """Everything that a buffer needs to go on: tensors, numbers and strings. Copies under the lock, for one moment's
+    sake."""
+    engine = buffer._engine
+    names = [*engine.slots.memory(), *engine.sampler.memory(engine.capacity)]
+    schema = buffer.schema
+    try:
+        state = engine.load()
+        engine.refuse_closed(state, "state_dict", 0)
+        slots, _ = engine.slots.since(state, 0)
+        rows = None if engine.rows is None else engine.rows.read(slots)
+        arrays = {name: _bytes(engine.memory.array(name)) for name in names if not name.startswith("redo")}
+    finally:
+        engine.control.mutex.unlock()
+    return {
+        "format": VERSION,
+        "capacity": engine.capacity,
+        "schema": None if schema is None else schema.to_json(),
+        "sampler": json.dumps(spell(engine.sampler)),
+        "deliveries": engine.deliveries or 0,
+        "state": dict(zip(words.NAMES, state, strict=False)),
+        "slots": torch.from_numpy(slots.copy()),
+        "rows": torch.empty(0, 0, dtype=torch.uint8) if rows is None else rows.view(torch.uint8),
+        "arrays": arrays,
+        "generator": engine.random.torch.get_state(),
+        "ahead": [_spell_taken(taken) for taken in buffer._ahead],
+    }
+
+
+def load_state_dict(buffer: ReplayBuffer, saved: dict[str, Any]) -> None:
+    """Replace what the buffer holds. Its limits, batch size and the like stay those of the running code.
+
+    Raises:
+        CheckpointError: another version, capacity, schema or sampler. Nothing was changed.
+    """
+    engine = buffer._engine
+    schema = _check(buffer, saved)
+    ahead = [_read_taken(taken) for taken in saved["ahead"]]
+    if schema is not None:
+        buffer._bind(schema)
+    buffer._ahead.refund()
+    engine.empty()
+    slots = saved["slots"].numpy()
+    try:
+        state = engine.load()
+        engine.control.begin(state)  # a death from here to the end leaves an empty buffer
+        if engine.rows is not None and len(slots):
+            engine.rows.write_at(slots, saved["rows"].contiguous())
+        for name, values in saved["arrays"].items():
+            np.frombuffer(engine.memory.array(name), np.uint8)[:] = values.numpy()
+        for i, name in enumerate(words.NAMES):
+            if i not in _KEPT and name in saved["state"]:
+                state[i] = saved["state"][name]
+        engine.control.settle(state)
+        engine.commit(state, *engine.control.events)
+    finally:
+        engine.control.mutex.unlock()
+    engine.random.torch.set_state(saved["generator"])
+    beta = (json.loads(saved["sampler"]) or {}).get("config", {}).get("beta")
+    if beta is not None and engine.priorities is not None:
+        engine.priorities.beta = beta
+    _restore_ahead(buffer, ahead)
+
+
+def _restore_ahead(buffer: ReplayBuffer, ahead: list[Taken]) -> None:
+    engine = buffer._engine
+    if not ahead:
+        return
+    try:
+        state = engine.load()
+        buffer._taker.reserve(state, sum(len(taken.slots) for taken in ahead), len(ahead))
+        engine.commit(state)
+        buffer._ahead.restore([taken._replace(emptied=state[words.EMPTIED]) for taken in ahead])
+    finally:
+        engine.control.mutex.unlock()
+
+
+def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> Schema | None:
+    engine = buffer._engine
+    try:
+        if saved["format"] != VERSION:
+            raise CheckpointError(f"checkpoint format {saved['format']}; this version reads {VERSION}")
+        if saved["capacity"] != engine.capacity:
+            raise CheckpointError(
+                f"the checkpoint has a capacity of {saved['capacity']} items, this buffer {engine.capacity}"
+            )
+        theirs, mine = _kinds(json.loads(saved["sampler"])), _kinds(spell(engine.sampler))
+        if theirs != mine or saved["deliveries"] != (engine.deliveries or 0):
+            raise CheckpointError(
+                f"the checkpoint was made by {theirs or 'a sampler of your own'} with consumption after "
+                f"{saved['deliveries'] or 'no'} samples, this buffer has {mine} and {engine.deliveries or 'no'}"
+            )
+        schema = None if saved["schema"] is None else Schema.from_json(saved["schema"])
+        sizes = {**engine.slots.memory(), **engine.sampler.memory(engine.capacity)}
+        for name, values in saved["arrays"].items():
+            if sizes.get(name) != values.numel():
+                raise CheckpointError(f"array {name!r} has {values.numel()} bytes, {sizes.get(name)} are expected")
+        if schema is not None and tuple(saved["rows"].shape) != (len(saved["slots"]), schema.row_nbytes):
+            raise CheckpointError(f"{len(saved['slots'])} items, but rows of shape {list(saved['rows'].shape)}")
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, InvalidArgument) as problem:
+        raise CheckpointError(f"this is no checkpoint of a replay buffer: {problem!r}") from problem
+    bound = buffer.schema
+    if schema is not None and bound is not None and bound != schema:
+        raise CheckpointError(f"the checkpoint is of another schema: {bound.difference(schema)}")
+    return schema
+
+
+def _kinds(spelled: Any) -> str:
+    if spelled is None:
+        return ""
+    inner = _kinds(spelled["config"].get("base"))
+    name: str = spelled["name"]
+    return f"{name}({inner})" if inner else name
+
+
+def _bytes(view: memoryview) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(view, np.uint8).copy())
+
+
+def _spell_taken(taken: Taken) -> dict[str, Any]:
+    return {
+        "rows": taken.rows.view(torch.uint8),
+        "slots": torch.from_numpy(taken.slots),
+        "numbers": torch.from_numpy(taken.numbers),
+        "extra": {"/".join(key): value for key, value in taken.extra.items()},
+    }
+
+
+def _read_taken(spelled: dict[str, Any]) -> Taken:
+    extra = {tuple(key.split("/")): value for key, value in spelled["extra"].items()}
+    return Taken(spelled["rows"], spelled["slots"].numpy(), spelled["numbers"].numpy(), extra, 0)
+
+
+# ---------------------------------------------------------------------- files
+def dumps(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint: whole, or not at all. Raises ``OSError`` where the disk does not take it."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"{path.parent} is no directory")
+    saved = state_dict(buffer)
+    sections: list[tuple[dict[str, Any], memoryview]] = []
+    tree = _lift(saved, sections)
+    index = [{"nbytes": len(view), "crc32": zlib.crc32(view), **about} for about, view in sections]
+    header = json.dumps({"tree": tree, "sections": index}).encode()
+    making = path.with_name(f".{path.name}.making.{os.getpid()}")
+    try:
+        with open(making, "wb") as file:
+            file.write(_HEAD.pack(MAGIC, VERSION, len(header), zlib.crc32(header)))
+            file.write(header)
+            file.writelines(view for _, view in sections)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(making, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(making)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the new name too survives a power cut
+    finally:
+        os.close(directory)
+
+
+def loads(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
+    """Read a checkpoint into ``buffer``. Raises ``CheckpointError``, naming what is wrong, before anything was
+    changed."""
+    load_state_dict(buffer, read(path))
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state in a checkpoint file, every byte checked. Raises ``CheckpointError``."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror}") from problem
+    if len(data) < _HEAD.size or not data.startswith(MAGIC):
+        raise CheckpointError(f"{path} is no checkpoint of a replay buffer")
+    _, version, length, crc = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise CheckpointError(f"{path} is of checkpoint format {version}; this version reads {VERSION}")
+    at = _HEAD.size + length
+    header = data[_HEAD.size : at]
+    if len(header) != length or zlib.crc32(header) != crc:
+        raise CheckpointError(f"{path} is damaged in its header")
+    content = json.loads(header)
+    sections = []
+    for about in content["sections"]:
+        view = memoryview(data)[at : at + about["nbytes"]]
+        at += about["nbytes"]
+        if len(view) != about["nbytes"]:
+            raise CheckpointError(f"{path} is cut off: {len(data)} bytes, at least {at} expected")
+        if zlib.crc32(view) != about["crc32"]:
+            raise CheckpointError(f"{path} is damaged: a section of {len(view)} bytes has another checksum")
+        array = torch.frombuffer(bytearray(view), dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+        sections.append(array.view(getattr(torch, about["dtype"])).view(about["shape"]))
+    if at != len(data):
+        raise CheckpointError(f"{path} has {len(data) - at} bytes too many")
+    state: dict[str, Any] = _lower(content["tree"], sections)
+    return state
+
+
+def _lift(node: Any, sections: list[tuple[dict[str, Any], memoryview]]) -> Any:
+    """A state without its tensors, which go to ``sections``."""
+    if isinstance(node, torch.Tensor):
+        flat = node.contiguous()
+        about = {"dtype": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape)}
+        raw = flat.view(torch.uint8) if flat.ndim else flat.reshape(1).view(torch.uint8)
+        sections.append((about, memoryview(raw.reshape(-1).numpy().data)))
+        return {"tensor": len(sections) - 1}
+    if isinstance(node, dict):
+        return {"dict": {key: _lift(value, sections) for key, value in node.items()}}
+    if isinstance(node, list):
+        return {"list": [_lift(value, sections) for value in node]}
+    return {"value": node}
+
+
+def _lower(node: Any, sections: list[torch.Tensor]) -> Any:
+    if "tensor" in node:
+        return sections[node["tensor"]]
+    if "dict" in node:
+        return {key: _lower(value, sections) for key, value in node["dict"].items()}
+    if "list" in node:
+        return [_lower(value, sections) for value in node["list"]]
+    return node["value"]
+
+
+# ---------------------------------------------------------------------- sharing
+def move_to_shared(buffer: ReplayBuffer) -> None:
+    """Build the buffer anew in shared memory, with all that it holds. No other thread may use it meanwhile."""
+    old: Engine = buffer._engine
+    if isinstance(old.storage, TensorStorage) and old.storage.device.type != "cpu":
+        raise NotShareable(
+            f"rows on {old.storage.device} cannot be shared between processes; keep the storage on the CPU"
+        )
+    saved = state_dict(buffer)
+    rules, generator = buffer._rules, old.random.torch
+    own = rules.storage
+    storage = MappedStorage(old.capacity) if own is None else own
+    ahead, schema = buffer._ahead, buffer._schema
+    try:
+        buffer._build(rules, storage, generator, shared=True)
+        load_state_dict(buffer, saved)
+    except BaseException:
+        if buffer._engine is not old:
+            buffer._engine.memory.remove()
+        buffer._engine, buffer._ahead, buffer._schema = old, ahead, schema
+        old.slots.bind(old.memory.array, create=False)
+        old.sampler.bind(old.memory.array)
+        raise

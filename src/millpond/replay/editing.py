@@ -1,0 +1,243 @@
+"""Looking at, and changing, what a buffer holds, apart from writing and sampling."""
+
+from __future__ import annotations
+
+import numbers as python_numbers
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from millpond.core.errors import InvalidArgument, InvalidType, NotReady, SchemaMismatch
+from millpond.core.schema import Batch, Schema, leaves_of
+from millpond.replay.drawing import Ints, State
+from millpond.replay.engine import Engine
+from millpond.replay.rows import Journal
+from millpond.replay.samplers import SamplerWithoutReplacement
+from millpond.replay.state import CLOSED, EPOCH_CURSOR, EPOCH_SIZE, LIVE, REWRITES, STALE
+from millpond.replay.taking import TRIES
+from millpond.replay.view import every, matching
+
+CHUNK = 4096
+
+
+class Editor:
+    """What `ReplayBuffer` does besides extend and sample."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._look = np.random.default_rng()
+        self._journal: Journal | None = None
+        engine.recover_rows = self._finish_rewrite
+
+    # ------------------------------------------------------------------ looking
+    def peek(self, n: int) -> tuple[torch.Tensor, Ints, Ints]:
+        """Rows, slots and numbers of n uniformly chosen items."""
+        return self._read(lambda size: self._look.integers(0, size, n))
+
+    def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
+        """Rows of the items that ``which`` names by age, and whether it named one alone."""
+        single = isinstance(which, python_numbers.Integral) and not isinstance(which, bool)
+        if not single and not isinstance(which, slice):
+            which = torch.as_tensor(which)
+            if which.dtype is not torch.bool and (which.is_floating_point() or which.is_complex()):
+                raise InvalidType(f"an index is an integer, a slice, or a mask, not {which.dtype}")
+            which = which.cpu().numpy()
+
+        def positions(size: int) -> Ints:
+            if isinstance(which, slice):
+                return np.arange(size)[which]
+            if single:
+                if not -size <= int(which) < size:
+                    raise IndexError(f"item {int(which)} of {size}")
+                return np.array([int(which) % size], np.int64)
+            if which.dtype == np.bool_:
+                if which.shape != (size,):
+                    raise InvalidArgument(f"a mask for {size} items has shape [{size}], not {list(which.shape)}")
+                return np.flatnonzero(which)
+            index = which.reshape(-1).astype(np.int64)
+            if index.size and not (-size <= index.min() and index.max() < size):
+                raise IndexError(f"items {index.min()} to {index.max()} of {size}")
+            return np.asarray(index % size if size else index, np.int64)
+
+        if isinstance(which, slice) and self._engine.control.peek()[LIVE] == 0 and self._engine.rows is not None:
+            return self._engine.rows.read(np.empty(0, np.int64)), False
+        return self._read(positions)[0], single
+
+    def _read(self, choose: Any) -> tuple[torch.Tensor, Ints, Ints]:
+        """Rows of items chosen by age, all live at one moment."""
+        engine = self._engine
+        for attempt in range(TRIES + 1):
+            state = engine.control.peek()
+            if state[CLOSED]:
+                engine.refuse_closed(state, "look", 0)
+            if state[LIVE] == 0 or (engine.rows is None and not engine.find_rows()):
+                raise NotReady("there is no item to look at")
+            rows = engine.rows
+            assert rows is not None
+            if attempt == TRIES:
+                try:
+                    state = engine.load()
+                    slots, numbers = self._choose(state, choose)
+                    return rows.gather(slots), slots, numbers
+                finally:
+                    engine.control.mutex.unlock()
+            slots, numbers = self._choose(state, choose)
+            found = rows.read(slots)
+            try:
+                now = engine.load()
+                if now[REWRITES] == state[REWRITES] and every(engine.slots.alive(now, slots, numbers)):
+                    return found, slots, numbers
+            finally:
+                engine.control.mutex.unlock()
+        raise AssertionError("unreachable")
+
+    def _choose(self, state: State, choose: Any) -> tuple[Ints, Ints]:
+        slots, numbers = self._engine.slots.since(state, 0)
+        positions = choose(len(slots))
+        return slots[positions], numbers[positions]
+
+    def epoch_over(self, n: int) -> bool:
+        """Was the last batch of the epoch drawn? False for samplers without epochs."""
+        sampler: Any = self._engine.sampler
+        while not isinstance(sampler, SamplerWithoutReplacement):
+            sampler = getattr(sampler, "base", None)
+            if sampler is None:
+                return False
+        state = self._engine.control.peek()
+        left = state[EPOCH_SIZE] - state[EPOCH_CURSOR]
+        return left == 0 or (sampler.drop_last and left < n)
+
+    # ------------------------------------------------------------------ changing
+    def update_priority(self, index_or_sample: Any, priority: Any) -> int:
+        """See ``ReplayBuffer.update_priority``."""
+        engine = self._engine
+        priorities = engine.priorities
+        if priorities is None:
+            raise InvalidArgument(f"update_priority needs a PrioritizedSampler, this buffer has {engine.sampler!r}")
+        slots, numbers = self._named(index_or_sample)
+        leaves = priorities.leaves(priority, len(slots))
+        applied = 0
+        for a in range(0, len(slots), CHUNK):
+            part = slice(a, a + CHUNK)
+            guess = None if numbers is None else numbers[part]
+            view = engine.view(engine.control.peek()) if engine.rows is not None or engine.find_rows() else None
+            if view is None:
+                raise NotReady("there is no item whose priority could change")
+            _, expected, _ = matching(view, slots[part], guess)
+            try:
+                state = engine.load()
+                engine.refuse_closed(state, "update_priority", len(slots))
+                alive = (expected >= 0) & engine.slots.alive(state, slots[part], expected)
+                every_one = every(alive)
+                chosen = slots[part] if every_one else slots[part][alive]
+                engine.control.begin(state, len(chosen))
+                priorities.set_leaves(chosen, leaves[part] if every_one else leaves[part][alive])
+                engine.control.settle(state)
+                state[STALE] += len(alive) - len(chosen)
+                engine.commit(state, engine.control.events[0])
+                applied += len(chosen)
+            finally:
+                engine.control.mutex.unlock()
+        return applied
+
+    def update(self, index_or_sample: Any, patch: Batch) -> int:
+        """See ``ReplayBuffer.update``."""
+        engine = self._engine
+        if engine.rows is None and not engine.find_rows():
+            raise NotReady("there is no item to update")
+        assert engine.rows is not None
+        slots, numbers = self._named(index_or_sample)
+        fields = self._patch(engine.rows.schema, patch, len(slots))
+        if self._journal is None:
+            self._journal = Journal(engine.memory.path, engine.rows.schema.row_nbytes)
+        applied = 0
+        for a in range(0, len(slots), Journal.LIMIT):
+            part = slice(a, a + Journal.LIMIT)
+            applied += self._update_chunk(slots[part], None if numbers is None else numbers[part], fields, part)
+        return applied
+
+    def _update_chunk(self, slots: Ints, numbers: Ints | None, fields: dict[Any, torch.Tensor], part: slice) -> int:
+        engine, journal, rows = self._engine, self._journal, self._engine.rows
+        assert journal is not None
+        assert rows is not None
+        while True:
+            state = engine.control.peek()
+            _, expected, _ = matching(engine.view(state), slots, numbers)
+            patched = rows.read(slots).clone()
+            for key, value in fields.items():
+                rows.schema.column(patched, key).copy_(value[part])
+            try:
+                now = engine.load()
+                engine.refuse_closed(now, "update", len(slots))
+                if now[REWRITES] != state[REWRITES]:
+                    continue  # somebody else rewrote rows since we read ours
+                alive = (expected >= 0) & engine.slots.alive(now, slots, expected)
+                now[STALE] += len(slots) - int(alive.sum())
+                if alive.any():
+                    journal.note(slots[alive], patched[torch.from_numpy(alive)])
+                    now[REWRITES] += (
+                        1  # odd: whoever gathered before gathers again, whoever dies is finished by the next
+                    )
+                    engine.commit(now)
+                    journal.apply(rows)
+                    now[REWRITES] += 1
+                engine.commit(now)
+                return int(alive.sum())
+            finally:
+                engine.control.mutex.unlock()
+
+    def _finish_rewrite(self) -> None:
+        """Under the lock, after a death in the middle of `update`."""
+        rows = self._engine.rows
+        if rows is not None and self._engine.memory.path is not None:
+            Journal(self._engine.memory.path, rows.schema.row_nbytes).apply(rows)
+
+    def _patch(self, schema: Schema, patch: Batch, n: int) -> dict[Any, torch.Tensor]:
+        fields = {}
+        for key, value in leaves_of(patch):
+            field = schema.by_key.get(key)
+            if field is None:
+                raise SchemaMismatch(f"{'/'.join(key)} is not among the fields of {schema!r}")
+            tensor = torch.as_tensor(value).detach().cpu()
+            if tensor.dtype is not field.dtype or tuple(tensor.shape) != (n, *field.shape):
+                raise SchemaMismatch(
+                    f"{field.name}: expected {field.describe()} for each of {n} items, "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+            fields[key] = tensor
+        if not fields:
+            raise SchemaMismatch("the patch has no field")
+        return fields
+
+    def _named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
+        """Slots, and the numbers that they should hold where a sample is given."""
+        numbers = None
+        if isinstance(index_or_sample, TensorDictBase):
+            try:
+                index, generation = index_or_sample["index"], index_or_sample["generation"]
+            except KeyError as problem:
+                raise InvalidArgument(f"this batch has no {problem}: is it one that sample() returned?") from problem
+            numbers = torch.as_tensor(generation).detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
+        else:
+            index = index_or_sample
+        tensor = torch.as_tensor(index)
+        if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
+            raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
+        slots = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).to(torch.int64).numpy())
+        if slots.size and not (slots.min() >= 0 and slots.max() < self._engine.capacity):
+            raise InvalidArgument(f"slots {slots.min()} to {slots.max()} are outside 0 to {self._engine.capacity - 1}")
+        return slots, numbers
+
+    # ------------------------------------------------------------------ taking over
+    def reopen(self) -> None:
+        """This process took the buffer over: nobody waits, nobody has reserved, it is open again."""
+        engine = self._engine
+        engine.control.bury_dead()
+        try:
+            state = engine.load()
+            state[CLOSED] = 0
+            engine.commit(state)
+        finally:
+            engine.control.mutex.unlock()

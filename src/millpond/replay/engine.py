@@ -1,0 +1,306 @@
+"""One buffer in one process: its state under the lock, and whether a write or a sample may proceed.
+
+`Writer` and `Taker` are the two protocols around it: how items come in, and how they go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
+from millpond.core.schema import Schema
+from millpond.flow.limiter import Block, Counts, Flow, insert_block, sample_block, unsatisfiable
+from millpond.replay.drawing import Generator, Sampler, State
+from millpond.replay.memory import Memory
+from millpond.replay.prioritized import PrioritizedSampler
+from millpond.replay.rows import Rows
+from millpond.replay.samplers import ConsumingSampler
+from millpond.replay.slots import Pool, Queue, Ring
+from millpond.replay.state import (
+    BOUND,
+    CLOSED,
+    CONSUMER,
+    EMPTIED,
+    EXEMPT_SAMPLES,
+    EXEMPT_WRITES,
+    HEAD,
+    ITEMS,
+    LIVE,
+    PREFETCHED,
+    PRESSURE,
+    PRODUCER,
+    RECEIPT_LINE,
+    RECEIPT_NUMBER,
+    REDO,
+    RESERVED,
+    RETURNED,
+    REWRITES,
+    SPACE,
+    STORED,
+    TAIL,
+    WRITES,
+)
+from millpond.replay.storage import Storage
+from millpond.replay.view import View
+from millpond.replay.waiting import Wait
+from millpond.shm.control import Intent
+
+Kind = TypeVar("Kind")
+MakeMemory = Callable[[dict[str, int], Callable[[State, "Intent | None", bool], None]], Memory]
+
+
+class Engine:
+    """One buffer in one process. While ``unlimited`` is above 0, what this process does is left out of the ratio."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        sampler: Sampler,
+        flow: Flow,
+        deliveries: int | None,
+        generator: torch.Generator,
+        make_memory: MakeMemory,
+    ) -> None:
+        self.capacity = storage.capacity
+        self.storage, self.sampler, self.flow, self.deliveries = storage, sampler, flow, deliveries
+        self.unlimited = 0
+        self.free_flow = replace(flow, samples_per_insert=None, max_debt=None)
+        self.random = Generator(generator)
+        self.priorities = find(PrioritizedSampler, sampler)
+        self.slots = choose_slots(self.capacity, sampler, deliveries)
+        self.rows: Rows | None = None
+        self.find_rows: Callable[[], bool] = lambda: False  # another process may have bound the schema
+        self.recover_rows: Callable[[], None] | None = None
+        self.memory = make_memory({**self.slots.memory(), **sampler.memory(self.capacity)}, self._recover)
+        self.control = self.memory.control
+        self._receipts = self.memory.array("receipts").cast("Q")
+        self.slots.bind(self.memory.array, create=self.memory.fresh)
+        sampler.bind(self.memory.array)
+        self.distinct = deliveries is not None
+        self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
+        self.marked = flow.high_watermark is not None or flow.low_watermark is not None
+        self._sizes_checked = (0, 0)
+
+    # ------------------------------------------------------------------ the state
+    def load(self) -> State:
+        """Take the lock and read the state, finishing what a dead predecessor had begun. ``try: … finally:
+        unlock()``."""
+        state = self.control.load(self.control.mutex.lock())
+        if state[REDO]:
+            self._redo(state)
+        if state[RECEIPT_LINE]:
+            self._receipts[state[RECEIPT_LINE] - 1] = state[RECEIPT_NUMBER]
+        return state
+
+    def commit(self, state: State, *events: Any) -> None:
+        """Commit, wake, and apply the redo log that the change left."""
+        self.control.commit(state, *events)
+        if state[REDO]:
+            self._redo(state)
+
+    def _redo(self, state: State) -> None:
+        self.slots.apply_redo(state[REDO])
+        state[REDO] = 0
+        self.control.amend(REDO, 0)
+
+    def _recover(self, state: State, intent: Intent | None, owner_died: bool) -> None:
+        """Under the lock, for the next holder after a death or an exception. May be cut off and run again."""
+        if state[REDO]:
+            self.slots.apply_redo(state[REDO])
+            state[REDO] = 0
+        if state[REWRITES] % 2:
+            if self.recover_rows is not None:
+                self.recover_rows()
+            state[REWRITES] += 1
+        if not state[LIVE]:
+            self.slots.reset()  # a load may have been cut off
+        if self.priorities is not None:
+            self.priorities.recover(self.slots.since(state, 0)[0])
+        state[RESERVED], state[PREFETCHED] = self.control.participants.all_reserved()
+
+    def bind(self, schema: Schema) -> None:
+        """The rows are there: the first write may come."""
+        self.rows = Rows(self.storage, schema)
+        try:
+            state = self.load()
+            if not state[BOUND]:
+                state[BOUND] = 1
+                self.commit(state)
+        finally:
+            self.control.mutex.unlock()
+
+    def bound(self) -> bool:
+        """Did anybody bind the schema?"""
+        return bool(self.control.peek()[BOUND])
+
+    def view(self, state: State, *, locked: bool = False) -> View:
+        """What a sampler sees."""
+        assert self.rows is not None
+        return View(self.slots, self.rows, state, distinct=self.distinct, locked=locked)
+
+    # ------------------------------------------------------------------ may it proceed?
+    def counts(self, state: State) -> Counts:
+        """What the limiter needs to know."""
+        return Counts(
+            capacity=self.capacity,
+            live=state[LIVE],
+            write_count=state[WRITES],
+            exempt_writes=state[EXEMPT_WRITES],
+            samples=state[RETURNED] + state[RESERVED] - state[EXEMPT_SAMPLES],
+            under_pressure=bool(state[PRESSURE]),
+            evictable=self.flow.admission == "overwrite",
+            consuming=self.deliveries is not None,
+        )
+
+    def insert_block(self, state: State, n: int) -> Block | None:
+        """Why n items cannot be written now."""
+        if self.unlimited and state[LIVE] + n <= self.capacity:
+            return None
+        flow = self.flow
+        if flow.admission == "overwrite" and flow.max_debt is None:
+            return None
+        counts = self.counts(state)
+        if self.unlimited:
+            return insert_block(self.free_flow, counts, n)
+        return insert_block(flow, counts, n)
+
+    def sample_block(self, state: State, n: int, *, locked: bool = False) -> Block | None:
+        """Why n items cannot be sampled now."""
+        need = n if self.distinct or not self.sampler.replacement else 1
+        flow = self.flow if not self.unlimited else self.free_flow
+        if state[LIVE] < need or state[WRITES] < flow.min_size or flow.samples_per_insert is not None:
+            block = sample_block(flow, self.counts(state), n, need=need)
+            if block is not None:
+                return block
+        if self.rows is None and not self.find_rows():
+            return Block("nothing was written yet", "inserts")
+        reason = self.sampler.ready(self.view(state, locked=locked), n)
+        return None if reason is None else Block(reason, "inserts")
+
+    def refuse_impossible(self, *, batch: int = 0, insert: int = 0) -> None:
+        """Raises ``Unsatisfiable`` where sizes that are known now can never be met, alone or together.
+
+        Sizes of inserts are judged against ``max_debt`` only: where space is what is missing, a smaller insert may
+        still come.
+        """
+        if self.unlimited or (batch, insert) == self._sizes_checked:
+            return
+        exact = self.distinct or not self.sampler.replacement
+        known = insert if self.flow.max_debt is not None or insert > self.capacity else 0
+        reason = unsatisfiable(self.flow, self.capacity, exact, batch, known)
+        if reason is not None:
+            raise Unsatisfiable(reason)
+        self._sizes_checked = (batch, insert)
+
+    # ------------------------------------------------------------------ waiting
+    def count_block(self, state: State, wait: Wait, word: int, event: Any) -> int:
+        """Under the lock: count this wait once, appear among the waiters, and get a ticket."""
+        if not wait.counted:
+            wait.counted = True
+            state[word] += 1
+            self.commit(state)
+        wait.enlist()
+        ticket: int = event.prepare()
+        return ticket
+
+    def wait_until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
+        """Advisory: sleep until ``sample(n)`` or ``extend(n)`` may proceed. False on timeout."""
+        role, event = (CONSUMER, self.items_event) if op == "sample" else (PRODUCER, self.space_event)
+        with Wait(self.memory, f"wait for {op}({n})", role, n, timeout, cancel) as wait:
+            while True:
+                try:
+                    state = self.load()
+                    wait.enlist()
+                    ticket = event.prepare()
+                finally:
+                    self.control.mutex.unlock()
+                self.refuse_closed(state, op, n)
+                block = self.sample_block(state, n) if op == "sample" else self.insert_block(state, n)
+                if block is None:
+                    return True
+                if block.waits_for == "nobody":
+                    raise Unsatisfiable(f"{op}({n}): {block.reason}")
+                try:
+                    wait.sleep(event, ticket, lambda why=block: self.explain_block(op, n, why))  # type: ignore[misc]
+                except DeadlineExceeded:
+                    return False
+
+    def refuse_closed(self, state: State, op: str, n: int) -> None:
+        """Raises ``BufferClosed`` where it is."""
+        if state[CLOSED]:
+            raise BufferClosed(f"{op}({n}): the buffer was closed")
+
+    def explain_block(self, op: str, n: int, block: Block) -> str:
+        """One line: what is unmet, with numbers, and who could meet it."""
+        others = self.control.waiting(PRODUCER if op == "sample" else CONSUMER)
+        who = {"inserts": "a producer that extends", "samples": "a consumer that samples", "space": "a consumer"}
+        words = f"{op}({n}) cannot proceed: {block.reason}"
+        if block.waits_for in who:
+            words += f"; {who[block.waits_for]} could change that"
+        if others:
+            pids = ", ".join(str(pid) for pid in sorted({w.pid for w in others})[:8])
+            words += f"; {len(others)} on that side wait too (process {pids})"
+        holder = self.control.mutex.holder
+        return words + (f"; the lock is held by thread {holder}" if holder and not self.control.mutex.held() else "")
+
+    # ------------------------------------------------------------------ the rest
+    def empty(self) -> None:
+        """Drop all items, for everybody. Counters of what happened stay."""
+        try:
+            state = self.load()
+            self.refuse_closed(state, "empty", 0)
+            self.control.begin(state)
+            state[EMPTIED] += 1
+            state[TAIL], state[LIVE], state[STORED], state[PRESSURE] = state[HEAD], 0, 0, 0
+            self.commit(state, self.items_event, self.space_event)
+            if self.priorities is not None:
+                self.priorities.recover(self.slots.since(state, 0)[0])
+            self.control.settle(state)
+            self.commit(state, self.items_event, self.space_event)
+        finally:
+            self.control.mutex.unlock()
+
+    def close(self, *, everybody: bool) -> None:
+        """Wake all waiters of this process, or of all."""
+        if everybody:
+            try:
+                state = self.load()
+                state[CLOSED] = 1
+                self.commit(state, self.items_event, self.space_event)
+            finally:
+                self.control.mutex.unlock()
+
+    def let_go(self) -> None:
+        """Nobody new comes: break the rings of references, so that the memory goes as soon as the last call has
+        left."""
+        self.find_rows, self.recover_rows = lambda: False, None
+        self.control.recover = None
+        self.storage.close()
+
+    def receipt(self, line: int) -> int:
+        """The latest number that a write left on this line; 0 where none did."""
+        try:
+            self.load()
+            return self._receipts[line]
+        finally:
+            self.control.mutex.unlock()
+
+
+def choose_slots(capacity: int, sampler: Sampler, deliveries: int | None) -> Ring | Pool:
+    """Items that leave in any order need a pool; all others keep the order of writing."""
+    queue = find(ConsumingSampler, sampler)
+    if queue is not None:
+        queue.queue = Queue(capacity, queue.n)
+        return queue.queue
+    return Ring(capacity) if deliveries is None else Pool(capacity, deliveries)
+
+
+def find(kind: type[Kind], sampler: Any) -> Kind | None:
+    """The sampler of this kind, be it the buffer's own or one that another is built around."""
+    while sampler is not None and not isinstance(sampler, kind):
+        sampler = getattr(sampler, "base", None)
+    return sampler

@@ -1,0 +1,251 @@
+"""Several buffers sampled as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from millpond.core.errors import DeadlineExceeded, InvalidArgument, InvalidType, NotReady, SchemaMismatch
+from millpond.core.schema import Batch
+from millpond.flow.limiter import Block
+from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.drawing import Draw, Generator, Stream
+from millpond.replay.engine import Engine
+from millpond.replay.rules import check_batch_size, generator
+from millpond.replay.state import CONSUMER, ITEMS
+from millpond.replay.taking import Taken, Taker
+from millpond.replay.waiting import Wait, check_cancel, check_timeout
+
+_SUMS = (
+    "capacity size storage_size nbytes write_count sample_calls samples_returned prefetched reserved overwritten "
+    "consumed dropped stale_updates producer_blocks consumer_blocks waiting_producers waiting_consumers "
+    "high_watermark recoveries discarded_writes"
+).split()
+
+
+class ReplayBufferEnsemble:
+    """Writes go to one member; a batch is drawn from all, each item from a member chosen by ``weights``.
+
+    A batch carries ``buffer_id`` (int64 ``[n]``). It is taken from all members in one step, or from none: the members'
+    locks are taken in the order of the members. Each member keeps its own sampler and flow.
+
+    Args:
+        buffers: at least one; they must hold items of one schema.
+        weights: expected share of each member in a batch; equal by default.
+        batch_size: items of a ``sample()`` that does not say otherwise.
+        seed: of the choice of members.
+
+    Raises:
+        InvalidArgument, InvalidType: no member, a member twice, weights that are none.
+    """
+
+    def __init__(
+        self,
+        *buffers: ReplayBuffer,
+        weights: Sequence[float] | None = None,
+        batch_size: int | None = None,
+        seed: int | torch.Generator | None = None,
+    ) -> None:
+        if not buffers:
+            raise InvalidArgument("an ensemble needs at least one buffer")
+        for buffer in buffers:
+            if not isinstance(buffer, ReplayBuffer):
+                raise InvalidType(f"a member is a ReplayBuffer, not {type(buffer).__name__}")
+        if len({id(b) for b in buffers}) < len(buffers):
+            raise InvalidArgument("a buffer is a member twice")
+        shares = np.ones(len(buffers)) if weights is None else np.asarray(weights, np.float64)
+        if (
+            shares.shape != (len(buffers),)
+            or not np.isfinite(shares).all()
+            or (shares < 0).any()
+            or not shares.sum() > 0
+        ):
+            raise InvalidArgument(f"weights are {len(buffers)} numbers, not negative and not all zero; got {weights!r}")
+        self.buffers = buffers
+        self.weights = shares / shares.sum()
+        self.batch_size = None if batch_size is None else check_batch_size(batch_size)
+        self._random = Generator(generator(seed))
+
+    def extend(self, items: Batch, *, member: int = 0, **options: Any) -> torch.Tensor:
+        """Write to one member; further arguments and errors are those of ``ReplayBuffer.extend``."""
+        if isinstance(member, bool) or not isinstance(member, (int, np.integer)):
+            raise InvalidType(f"member is a number, not {member!r}")
+        if not 0 <= member < len(self.buffers):
+            raise InvalidArgument(f"member {member} of {len(self.buffers)}")
+        return self.buffers[member].extend(items, **options)
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+    ) -> Any:
+        """A batch of all members, with ``buffer_id``. Arguments and errors are those of ``ReplayBuffer.sample``.
+
+        Raises ``SchemaMismatch`` where the members hold items of different schemas.
+        """
+        n = self._size(batch_size)
+        check_timeout(timeout)
+        check_cancel(cancel_event)
+        self._check_schemas()
+        counts = np.bincount(self._choose(n), minlength=len(self.buffers))
+        members = [i for i, count in enumerate(counts) if count]
+        taken = _agree(members, self._take(members, counts, n, wait, timeout, cancel_event))
+        parts = [self.buffers[i]._dress(part, return_info) for i, part in zip(members, taken, strict=True)]
+        ids = torch.from_numpy(np.repeat(members, [len(t.slots) for t in taken]))
+        data = [part[0] for part in parts] if return_info else parts
+        batch = torch.cat(data)
+        if not return_info:
+            if isinstance(batch, TensorDict):
+                batch.set("buffer_id", ids)
+            return batch
+        info: TensorDict = torch.cat([part[1] for part in parts])  # type: ignore[assignment]
+        return batch, info.set("buffer_id", ids)
+
+    def _choose(self, n: int) -> Any:
+        return np.minimum(
+            np.searchsorted(np.cumsum(self.weights), self._random.uniform(n), side="right"), len(self.buffers) - 1
+        )
+
+    def _take(
+        self, members: list[int], counts: Any, n: int, wait: bool, timeout: float | None, cancel: Any
+    ) -> list[Taken]:
+        takers = [self.buffers[i]._taker for i in members]
+        engines = [self.buffers[i]._engine for i in members]
+        sizes = [int(counts[i]) for i in members]
+        with Wait(engines[0].memory, f"sample({n})", CONSUMER, n, timeout, cancel) as waiting:
+            while True:
+                blocked = self._first_blocked(engines, sizes)
+                if blocked is None:
+                    taken = _take_all(takers, engines, sizes)
+                    if taken is not None:
+                        return taken
+                    continue
+                engine, size, block = blocked
+                text = f"member {members[engines.index(engine)]}: {engine.explain_block('sample', size, block)}"
+                if not wait:
+                    raise NotReady(text)
+                if waiting.timeout == 0:
+                    raise DeadlineExceeded(text)
+                ticket = _ticket(engine, waiting)
+                if engine.sample_block(engine.control.peek(), size) is not None:
+                    waiting.sleep(engine.control.events[ITEMS], ticket, lambda why=text: why)  # type: ignore[misc]
+
+    def _first_blocked(self, engines: list[Engine], sizes: list[int]) -> tuple[Engine, int, Block] | None:
+        for engine, size in zip(engines, sizes, strict=True):
+            state = engine.control.peek()
+            engine.refuse_closed(state, "sample", size)
+            block = engine.sample_block(state, size)
+            if block is not None:
+                return engine, size, block
+        return None
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Could every member with a weight give as many items as any batch of this size may ask of it?"""
+        n = self._size(batch_size)
+        return all(b.can_sample(n) for b, w in zip(self.buffers, self.weights, strict=True) if w > 0)
+
+    def update_priority(self, sample: TensorDict, priority: Any) -> int:
+        """As ``ReplayBuffer.update_priority``, for a batch of this ensemble."""
+        values = torch.as_tensor(priority).reshape(-1)
+        applied = 0
+        for i, buffer in enumerate(self.buffers):
+            mine = sample["buffer_id"] == i
+            if bool(mine.any()):
+                applied += buffer.update_priority(sample[mine], values[mine])
+        return applied
+
+    def stats(self) -> dict[str, Any]:
+        """The keys of ``ReplayBuffer.stats``, summed, and each member's under ``members``."""
+        members = [b.stats() for b in self.buffers]
+        total: dict[str, Any] = {key: sum(m[key] for m in members) for key in _SUMS}
+        lows = [m["low_watermark"] for m in members]
+        total["low_watermark"] = None if None in lows else sum(lows)
+        total["under_pressure"] = any(m["under_pressure"] for m in members)
+        total["lock"] = "robust" if all(m["lock"] == "robust" for m in members) else "fallback"
+        return total | {"members": members}
+
+    def explain(self, op: str = "sample", n: int | None = None) -> str:
+        """One line for each member."""
+        return "\n".join(f"member {i}: {b.explain(op, n or self.batch_size)}" for i, b in enumerate(self.buffers))
+
+    def __len__(self) -> int:
+        return sum(len(b) for b in self.buffers)
+
+    def empty(self) -> None:
+        """Empty every member."""
+        for buffer in self.buffers:
+            buffer.empty()
+
+    def close(self) -> None:
+        """Close, or leave, every member."""
+        for buffer in self.buffers:
+            buffer.close()
+
+    def _size(self, n: int | None) -> int:
+        if n is None and self.batch_size is None:
+            raise InvalidArgument("no batch_size: give it to sample(), or to the ensemble")
+        return check_batch_size(self.batch_size if n is None else n)
+
+    def _check_schemas(self) -> None:
+        bound = [(i, b.schema) for i, b in enumerate(self.buffers)]
+        known = [(i, s) for i, s in bound if s is not None]
+        for i, schema in known[1:]:
+            if schema != known[0][1]:
+                first, its = known[0]
+                raise SchemaMismatch(f"members {first} and {i} hold different items: {its.difference(schema)}")
+
+
+def _agree(members: list[int], taken: list[Taken]) -> list[Taken]:
+    """Batches with the same fields: an item from a member without priorities has the importance weight 1.
+
+    Raises ``SchemaMismatch`` where the samplers add fields that cannot be made up.
+    """
+    keys = set().union(*(t.extra for t in taken))
+    for i, t in zip(members, taken, strict=True):
+        for key in keys - t.extra.keys():
+            if key != ("priority_weight",):
+                raise SchemaMismatch(f"the sampler of member {i} does not add {'/'.join(key)}, another member's does")
+            t.extra[key] = torch.ones(len(t.slots))
+    return taken
+
+
+def _ticket(engine: Engine, waiting: Wait) -> int:
+    try:
+        engine.load()
+        return engine.control.events[ITEMS].prepare()
+    finally:
+        engine.control.mutex.unlock()
+
+
+def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> list[Taken] | None:
+    """Under all locks, taken in order: from every engine, or from none (None) where one has changed meanwhile."""
+    streams = [Stream(engine.random.seed()) for engine in engines]
+    held: list[Engine] = []
+    try:
+        states = []
+        for engine in engines:
+            held.append(engine)  # first: unlocking what is not held is harmless, leaving it held is not
+            states.append(engine.load())
+        for engine, state, size in zip(engines, states, sizes, strict=True):
+            engine.refuse_closed(state, "sample", size)
+            if engine.sample_block(state, size, locked=True) is not None:
+                return None
+        draws: list[Draw] = []
+        for taker, state, size, stream in zip(takers, states, sizes, streams, strict=True):
+            draw = taker.draw_locked(state, size, stream)
+            if draw is None:
+                return None
+            draws.append(draw)
+        taken = [t.deliver_locked(state, draw) for t, state, draw in zip(takers, states, draws, strict=True)]
+        return [one for one in taken if one is not None]
+    finally:
+        for engine in reversed(held):
+            engine.control.mutex.unlock()

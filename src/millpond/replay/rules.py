@@ -1,0 +1,253 @@
+"""What a buffer was built with: checked once, written beside a shared buffer, read by whoever attaches."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millpond.core.errors import InvalidArgument, InvalidType, NotShareable, Unsatisfiable
+from millpond.core.schema import Key, Schema, tensordict_of
+from millpond.flow.limiter import Flow, unsatisfiable
+from millpond.replay.drawing import Sampler
+from millpond.replay.prioritized import PrioritizedSampler
+from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.storage import MappedStorage, Storage, TensorStorage
+
+KNOWN: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        RandomSampler,
+        SamplerWithoutReplacement,
+        ConsumingSampler,
+        PrioritizedSampler,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments of a buffer that outlive its construction."""
+
+    capacity: int
+    sampler: Any
+    flow: Flow
+    storage: Any  # only one of the user's own is kept
+    batch_size: int | None
+    prefetch: int
+    deliveries: int | None
+    transform: Callable[[Any], Any] | None
+    device: str | None
+    contiguous: bool
+    check_finite: bool
+    frozen: bytes | None = None  # a user's sampler as it was before it was bound to memory
+
+    def checked(self) -> Rules:
+        """The same, with what follows from the sampler.
+
+        Raises:
+            InvalidArgument, InvalidType, Unsatisfiable: values or combinations that cannot mean anything.
+        """
+        if isinstance(self.sampler, type) or not isinstance(self.sampler, Sampler):
+            needed = "replacement, memory, bind, ready, draw"
+            raise InvalidType(f"{self.sampler!r} is no sampler: it lacks one of {needed}")
+        if not isinstance(self.flow, Flow):
+            raise InvalidType(f"flow is a Flow, not {self.flow!r}")
+        if self.transform is not None and not callable(self.transform):
+            raise InvalidType(f"transform is callable, not {self.transform!r}")
+        if self.batch_size is not None:
+            check_batch_size(self.batch_size)
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise InvalidArgument(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
+        deliveries = self._deliveries()
+        consuming = deliveries is not None
+        kinds = list(layers(self.sampler))
+        if consuming and self.flow.admission == "block" and any(type(s).__name__ == "SliceSampler" for s in kinds):
+            raise InvalidArgument(
+                "slices that are consumed leave stubs shorter than a slice, which can never be sampled, so producers "
+                "with admission='block' would wait for ever: store sequences as items, or let old items be overwritten"
+            )
+        exact = consuming or not self.sampler.replacement
+        reason = unsatisfiable(self.flow, self.capacity, exact, self.batch_size or 0, 0)
+        if reason is not None:
+            raise Unsatisfiable(reason)
+        if self.flow.admission == "block" and not consuming:
+            warnings.warn(
+                "admission='block' on a buffer that never consumes: once it is full, only empty() frees space. "
+                "Give consume_after_n_samples, or admission='overwrite'",
+                stacklevel=4,
+            )
+        frozen = None
+        if any(type(s).__name__ not in KNOWN for s in kinds):
+            try:
+                frozen = pickle.dumps(self.sampler)
+            except Exception:  # noqa: BLE001 — a user's class may raise anything; it matters once shared
+                frozen = None
+        storage = None if type(self.storage) in (TensorStorage, MappedStorage) else self.storage
+        return replace(self, deliveries=deliveries, storage=storage, frozen=frozen)
+
+    def _deliveries(self) -> int | None:
+        given = self.deliveries
+        if given is not None:
+            if isinstance(given, bool) or not isinstance(given, int):
+                raise InvalidType(f"consume_after_n_samples is a number of deliveries, not {given!r}")
+            if given < 1:
+                raise InvalidArgument(f"consume_after_n_samples is at least 1, got {given}")
+        for sampler in layers(self.sampler):
+            if isinstance(sampler, ConsumingSampler):
+                if given not in (None, sampler.n):
+                    raise InvalidArgument(
+                        f"{sampler!r} consumes after {sampler.n} deliveries, but {given} were asked for"
+                    )
+                return sampler.n
+        return given
+
+    def unbound(self) -> Rules:
+        """The same with a sampler that holds no memory, where it is one of millpond's."""
+        return replace(self, sampler=copy(self.sampler)) if spell(self.sampler) is not None else self
+
+    def storage_at(self, path: Path) -> Storage:
+        """The storage of a shared buffer, in a process that attaches."""
+        return MappedStorage(self.capacity, path) if self.storage is None else self.storage
+
+    # ------------------------------------------------------------------ crossing processes
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.frozen is not None:
+            state["sampler"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["frozen"] is not None:
+            state["sampler"] = pickle.loads(state["frozen"])
+        self.__dict__.update(state)
+
+    def to_json(self) -> dict[str, Any]:
+        """What stands beside a shared buffer. A device and a transform are each process's own."""
+        return {
+            "capacity": self.capacity,
+            "sampler": spell(self.sampler),
+            "flow": self.flow.to_dict(),
+            "batch_size": self.batch_size,
+            "prefetch": self.prefetch,
+            "deliveries": self.deliveries,
+            "contiguous": self.contiguous,
+            "check_finite": self.check_finite,
+            "own_storage": self.storage is not None,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], sampler: Any, path: Path) -> Rules:
+        """Raises ``NotShareable`` where the buffer has a storage or a sampler that only a handle can bring."""
+        if data["own_storage"]:
+            raise NotShareable(f"{path} uses a storage of its own: attach with the buffer's handle()")
+        if sampler is None:
+            sampler = read(data["sampler"])
+        if sampler is None:
+            raise NotShareable(
+                f"{path} uses a sampler that millpond does not know: attach(path, sampler=…), or a handle"
+            )
+        return cls(
+            capacity=data["capacity"],
+            sampler=sampler,
+            flow=Flow.from_dict(data["flow"]),
+            storage=None,
+            batch_size=data["batch_size"],
+            prefetch=data["prefetch"],
+            deliveries=data["deliveries"],
+            transform=None,
+            device=None,
+            contiguous=data["contiguous"],
+            check_finite=data["check_finite"],
+        )
+
+
+def layers(sampler: Any) -> Any:
+    """A sampler and those that it is built around."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "base", None)
+
+
+def spell(sampler: Any) -> Any:
+    """A sampler as JSON; None for one that is not millpond's."""
+    if type(sampler).__name__ not in KNOWN or type(sampler) is not KNOWN[type(sampler).__name__]:
+        return None
+    config = {k: spell(v) if k == "base" else v for k, v in sampler.config().items()}
+    if "base" in config and config["base"] is None:
+        return None
+    return {"name": type(sampler).__name__, "config": config}
+
+
+def read(data: Any) -> Any:
+    """The sampler that `spell` wrote; None where it could not be."""
+    if data is None:
+        return None
+    config = {k: read(v) if k == "base" else v for k, v in data["config"].items()}
+    return KNOWN[data["name"]](**config)
+
+
+def check_batch_size(n: Any) -> int:
+    """Raises ``InvalidType`` or ``InvalidArgument`` for what is no number of items."""
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+        raise InvalidType(f"batch_size is a number of items, not {n!r}")
+    if n < 1:
+        raise InvalidArgument(f"batch_size is at least 1 item, got {n}")
+    return int(n)
+
+
+def generator(seed: int | torch.Generator | None) -> torch.Generator:
+    """Raises ``InvalidType`` for what is no seed."""
+    if isinstance(seed, torch.Generator):
+        return seed
+    made = torch.Generator()
+    if seed is None:
+        return made.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)  # the global generator stays as it is
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise InvalidType(f"seed is a number, a torch.Generator or None, not {seed!r}")
+    return made.manual_seed(int(seed))
+
+
+def to_device(device: str, *parts: Any) -> Any:
+    """The parts of a batch on a device: the packed rows are one copy, from pinned memory where that is faster."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if device.startswith("cuda") and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return [{k: move(v) for k, v in part.items()} if isinstance(part, dict) else move(part) for part in parts]
+
+
+def dress(
+    schema: Schema,
+    rules: Rules,
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    generation: torch.Tensor,
+    extra: dict[Key, torch.Tensor],
+    return_info: bool,
+) -> Any:
+    """What ``sample`` returns, from what the engine took."""
+    if schema.plain or return_info:
+        own = {key: value for key, value in extra.items() if key in schema.by_key}
+        added = {("index",): index, ("generation",): generation, **extra}
+        data = schema.unpack(rows, own)
+    else:
+        data = schema.unpack(rows, {("index",): index, ("generation",): generation, **extra})
+    if rules.contiguous:
+        data = data.contiguous() if schema.plain else data.clone()
+    if rules.transform is not None:
+        data = rules.transform(data)
+    if not return_info:
+        return data
+    info = {key[0]: value for key, value in added.items() if len(key) == 1 and key not in own}
+    return data, tensordict_of(info, torch.Size([len(index)]))

@@ -1,0 +1,260 @@
+"""Sampling: draw, gather, count and consume as one step, the same for every sampler, storage and flow rule.
+
+Read the state, draw and gather *without* the lock, then take it and look: if an item left meanwhile, draw again;
+otherwise count, consume and commit. After a few tries in vain the draw is made under the lock, where nothing can leave.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from millpond.core.errors import DeadlineExceeded, NotReady
+from millpond.core.schema import Key
+from millpond.flow.limiter import Block, pressure, sample_block
+from millpond.replay.drawing import Draw, Ints, State, Stream
+from millpond.replay.engine import Engine
+from millpond.replay.state import (
+    CALLS,
+    CLOSED,
+    CONSUMER,
+    CONSUMER_BLOCKS,
+    EMPTIED,
+    EXEMPT_SAMPLES,
+    HEAD,
+    LAST_INSERT,
+    LAST_SAMPLE,
+    OVERWRITTEN,
+    PREFETCHED,
+    PRESSURE,
+    REDO,
+    RESERVED,
+    RETURNED,
+    REWRITES,
+    TAIL,
+    TAKES,
+)
+from millpond.replay.view import every, repeated
+from millpond.replay.waiting import Wait
+
+TRIES = 4
+
+
+class Taken(NamedTuple):
+    """A batch: packed rows, where they came from, and what the sampler added."""
+
+    rows: torch.Tensor
+    slots: Ints
+    numbers: Ints
+    extra: dict[Key, torch.Tensor]
+    emptied: int
+
+
+class Taker:
+    """How items go out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.deliveries = engine.deliveries
+
+    def take(
+        self, n: int, *, wait: bool, timeout: float | None = None, cancel: Any = None, ahead: bool = False
+    ) -> Taken:
+        """Draw, gather, count and consume n items as one step. ``ahead`` reserves them for later delivery.
+
+        Raises:
+            NotReady: they cannot be had now, and ``wait`` is False.
+            DeadlineExceeded, Cancelled, BufferClosed, PeerLost: with the explanation.
+            Unsatisfiable: they can never be had.
+        """
+        engine = self._engine
+        waiting = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
+        tries = 0
+        try:
+            while True:
+                state = engine.control.peek()
+                engine.refuse_closed(state, "sample", n)
+                if n != state[LAST_SAMPLE]:
+                    engine.refuse_impossible(batch=n, insert=state[LAST_INSERT])
+                block = engine.sample_block(state, n)
+                if block is None:
+                    taken = self._try(state, n, ahead) if tries < TRIES else self._take_locked(n, ahead)
+                    if taken is not None:
+                        return taken
+                    tries += 1
+                    if tries <= TRIES:
+                        continue
+                    block = Block(f"{engine.sampler!r} cannot draw {n} items now", "inserts")
+                if not wait:
+                    raise NotReady(engine.explain_block("sample", n, block))
+                waiting = waiting or self._wait(n, timeout, cancel)
+                if waiting.timeout == 0:
+                    raise DeadlineExceeded(engine.explain_block("sample", n, block))
+                try:
+                    state = engine.load()
+                    ticket = engine.count_block(state, waiting, CONSUMER_BLOCKS, engine.items_event)
+                finally:
+                    engine.control.mutex.unlock()
+                if state[CLOSED] or (tries <= TRIES and engine.sample_block(state, n) is None):
+                    continue  # it changed between the look and the ticket
+                waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))
+                tries = 0
+        finally:
+            if waiting is not None:
+                waiting.leave()
+
+    def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
+        return Wait(self._engine.memory, f"sample({n})", CONSUMER, n, timeout, cancel)
+
+    def _try(self, state: State, n: int, ahead: bool) -> Taken | None:
+        """Optimistic: draw and gather without the lock, then look whether that still holds."""
+        engine = self._engine
+        assert engine.rows is not None
+        if state[REDO]:
+            return None  # committed, but not yet applied: the slots' arrays are older than the state
+        draw = engine.sampler.draw(engine.view(state), n, engine.random)
+        if draw is None:
+            return None
+        rows = engine.rows.read(draw.slots)
+        try:
+            now = engine.load()
+            engine.refuse_closed(now, "sample", n)
+            if not self._holds(draw, state, now) or self._limits(now, n) is not None:
+                return None
+            return self._deliver(now, draw, rows, ahead)
+        finally:
+            engine.control.mutex.unlock()
+
+    def _take_locked(self, n: int, ahead: bool) -> Taken | None:
+        """Others were faster several times: draw where nobody can be."""
+        engine = self._engine
+        assert engine.rows is not None
+        random = Stream(engine.random.seed())
+        try:
+            now = engine.load()
+            engine.refuse_closed(now, "sample", n)
+            if engine.sample_block(now, n, locked=True) is not None:
+                return None
+            draw = self.draw_locked(now, n, random)
+            return None if draw is None else self.deliver_locked(now, draw, ahead=ahead)
+        finally:
+            engine.control.mutex.unlock()
+
+    def draw_locked(self, state: State, n: int, random: Stream) -> Draw | None:
+        """Under the lock: choose n items."""
+        return self._engine.sampler.draw(self._engine.view(state, locked=True), n, random)
+
+    def deliver_locked(self, state: State, draw: Draw, *, ahead: bool = False) -> Taken | None:
+        """Under the lock: gather, count and consume what `draw_locked` chose in this state."""
+        assert self._engine.rows is not None
+        return self._deliver(state, draw, self._engine.rows.gather(draw.slots), ahead)
+
+    def _limits(self, state: State, n: int) -> Block | None:
+        """`sample_block` again, without asking the sampler, and only what may have changed."""
+        engine = self._engine
+        if engine.distinct or engine.flow.samples_per_insert is not None:
+            flow = engine.flow if not engine.unlimited else engine.free_flow
+            return sample_block(flow, engine.counts(state), n, need=n if engine.distinct else 1)
+        return None
+
+    def _holds(self, draw: Draw, before: State, now: State) -> bool:
+        """Are all items of the draw still what they were when it was gathered?"""
+        engine = self._engine
+        if now[REWRITES] != before[REWRITES] or now[REWRITES] % 2 or now[EMPTIED] != before[EMPTIED]:
+            return False
+        if now[TAIL] == before[TAIL] and (
+            not engine.distinct
+            or (now[TAKES] == before[TAKES] and now[HEAD] == before[HEAD] and now[OVERWRITTEN] == before[OVERWRITTEN])
+        ):
+            return True  # nothing left meanwhile
+        if not every(engine.slots.alive(now, draw.slots, draw.numbers)):
+            return False
+        if draw.watch is not None and not every(engine.slots.alive(now, *draw.watch)):
+            return False
+        return not (engine.distinct and repeated(draw.slots))
+
+    def _deliver(self, state: State, draw: Draw, rows: torch.Tensor, ahead: bool) -> Taken | None:
+        """Under the lock: count and consume, and commit that."""
+        engine = self._engine
+        if draw.apply is not None and not draw.apply(state):
+            return None
+        n = len(draw.slots)
+        state[LAST_SAMPLE] = n
+        state[TAKES] += 1
+        if ahead:
+            if not self.reserve(state, n, 1):
+                return None
+        else:
+            state[CALLS] += 1
+            state[RETURNED] += n
+            if engine.unlimited:
+                state[EXEMPT_SAMPLES] += n
+        if engine.distinct:
+            self._consume(state, draw.slots)
+        elif engine.flow.max_debt is not None:
+            engine.commit(state, engine.space_event)
+        else:
+            engine.commit(state)
+        return Taken(rows, draw.slots, draw.numbers, draw.extra, state[EMPTIED])
+
+    def _consume(self, state: State, slots: Ints) -> None:
+        leaving = self._engine.slots.consume(state, slots)
+        if self._engine.marked:
+            state[PRESSURE] = pressure(self._engine.flow, self._engine.counts(state), 0)
+        if self._engine.priorities is None or not len(leaving):
+            self._engine.commit(state, self._engine.space_event)
+            return
+        self._engine.control.begin(state, len(leaving))  # a death before the end: the tree is mended from what is live
+        self._engine.commit(state, self._engine.space_event)
+        self._engine.priorities.left(leaving)
+        self._engine.control.settle(state)
+        self._engine.commit(state)
+
+    # ------------------------------------------------------------------ batches drawn ahead
+    def reserve(self, state: State, items: int, batches: int) -> bool:
+        """Under the lock: note, for this process, so many more items and batches that wait for delivery."""
+        people = self._engine.control.participants
+        line = people.claim_process()
+        if line is None:
+            return False
+        old_items, old_batches = people.reserved(line)
+        items, batches = max(items, -old_items), max(batches, -old_batches)
+        people.reserve(line, old_items + items, old_batches + batches)
+        state[RESERVED] = max(0, state[RESERVED] + items)
+        state[PREFETCHED] = max(0, state[PREFETCHED] + batches)
+        return True
+
+    def hand_over(self, items: int, batches: int, emptied: int, *, calls: int = 1) -> bool:
+        """Items drawn ahead are delivered now. False: the buffer was emptied since, and they are refunded only."""
+        engine = self._engine
+        try:
+            state = engine.load()
+            engine.refuse_closed(state, "sample", items)
+            fits = state[EMPTIED] == emptied
+            if fits:
+                state[CALLS] += calls
+                state[RETURNED] += items
+                if engine.unlimited:
+                    state[EXEMPT_SAMPLES] += items
+            self.reserve(state, -items, -batches)
+            engine.commit(state, engine.items_event, engine.space_event)
+            return fits
+        finally:
+            engine.control.mutex.unlock()
+
+    def emptied(self) -> int:
+        """How often everything was dropped: batches drawn ahead before that count no more."""
+        return self._engine.control.peek()[EMPTIED]
+
+    def refund(self, batches: list[Taken]) -> None:
+        """Batches drawn ahead that will not be delivered. What they consumed stays consumed."""
+        if not batches:
+            return
+        try:
+            state = self._engine.load()
+            self.reserve(state, -sum(len(b.slots) for b in batches), -len(batches))
+            self._engine.commit(state, self._engine.items_event, self._engine.space_event)
+        finally:
+            self._engine.control.mutex.unlock()

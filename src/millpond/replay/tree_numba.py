@@ -1,0 +1,211 @@
+# ruff: noqa: FURB136  (a conditional expression is one instruction without a branch; min() and max() are several)
+"""The sum tree's kernels for Numba. Imported at the first use of a tree only, so that millpond runs without Numba.
+
+Each kernel keeps the GIL (a lock may be held around it), allocates nothing, and has one explicit signature, so that
+nothing is compiled twice. The order of every addition is fixed: `tree_numpy` gives the same bits.
+
+The arguments `tree, offsets, sizes` are the memory of a tree and its `sum_tree.Layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+_OPTIONS: dict[str, Any] = {"nogil": False, "error_model": "numpy", "boundscheck": False}
+_TREE = "float64[::1], int64[::1], int64[::1]"
+
+
+def _compiled(signature: str) -> Callable[[_Function], _Function]:
+    """Compile now, or load from the cache beside this file (or in NUMBA_CACHE_DIR) where a directory is writable."""
+
+    def decorate(function: _Function) -> _Function:
+        compiled: Any
+        try:
+            compiled = numba.njit(signature, cache=True, **_OPTIONS)(function)
+        except RuntimeError:  # "cannot cache function: no locator available": no directory is writable
+            compiled = numba.njit(signature, **_OPTIONS)(function)
+        return cast(_Function, compiled)
+
+    return decorate
+
+
+def _inlined(function: _Function) -> _Function:
+    """Becomes part of the kernels that call it; compiled only when one of them is."""
+    compiled: Any = numba.njit(forceinline=True, **_OPTIONS)(function)
+    return cast(_Function, compiled)
+
+
+@_inlined
+def _lower(a: float, b: float) -> float:
+    return a if a < b else b
+
+
+@_inlined
+def _higher(a: float, b: float) -> float:
+    return a if a > b else b
+
+
+@_inlined
+def _or_inf(a: float) -> float:
+    return a if a > 0.0 else inf
+
+
+@_inlined
+def _sum_leaves(tree: Floats, child: int, node: int) -> None:
+    total, low, high, count = 0.0, inf, 0.0, 0
+    for k in range(8):
+        leaf = tree[child + k]
+        total += leaf
+        low = _lower(low, _or_inf(leaf))
+        high = _higher(high, leaf)
+        count += int(leaf > 0.0)
+    tree[node] = total
+    tree[node + 8] = low if low < inf else 0.0
+    tree[node + 16] = high
+    tree[node + 24] = count
+
+
+@_inlined
+def _sum_nodes(tree: Floats, child: int, node: int) -> None:
+    total, low, high, count = 0.0, inf, 0.0, 0.0
+    for k in range(8):
+        total += tree[child + k]
+        low = _lower(low, _or_inf(tree[child + 8 + k]))
+        high = _higher(high, tree[child + 16 + k])
+        count += tree[child + 24 + k]
+    tree[node] = total
+    tree[node + 8] = low if low < inf else 0.0
+    tree[node + 16] = high
+    tree[node + 24] = count
+
+
+@_inlined
+def _sum_range(tree: Floats, offsets: Ints, sizes: Ints, level: int, first: int, last: int) -> None:
+    below, here = offsets[level - 1], offsets[level]
+    if level == 1:
+        for node in range(first, last + 1):
+            _sum_leaves(tree, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
+    else:
+        for node in range(first, last + 1):
+            _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
+
+
+@_inlined
+def _sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
+    """Recompute every ancestor of `slots`, a level at a time, so that repeated nodes cost time and nothing else."""
+    n = slots.size
+    for level in range(1, sizes.size):
+        if sizes[level] <= n:
+            _sum_range(tree, offsets, sizes, level, 0, sizes[level] - 1)
+            continue
+        below, here, shift, previous = offsets[level - 1], offsets[level], 3 * level, -1
+        if level == 1:
+            for i in range(n):
+                node = slots[i] >> shift
+                if node != previous:
+                    _sum_leaves(tree, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
+                    previous = node
+        else:
+            for i in range(n):
+                node = slots[i] >> shift
+                if node != previous:
+                    _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
+                    previous = node
+
+
+@_compiled(f"int64({_TREE}, int64[::1], float64[::1], float64)")
+def update(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaves: Floats, largest: float) -> int:
+    """Write `leaves`; return -1, or the position of the first bad entry, and then nothing was written."""
+    n, capacity = slots.size, sizes[0]
+    for i in range(n):
+        leaf = leaves[i]
+        if slots[i] < 0 or slots[i] >= capacity or not (leaf >= 0.0 and leaf <= largest):
+            return i
+    for i in range(n):
+        tree[slots[i]] = leaves[i] + 0.0  # -0.0 becomes 0.0
+    _sum_above(tree, offsets, sizes, slots)
+    return -1
+
+
+@_compiled(f"int64({_TREE}, int64[::1], float64)")
+def fill_at(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaf: float) -> int:
+    """Write one leaf; return -1, or the position of the first bad slot, and then nothing was written."""
+    n, capacity = slots.size, sizes[0]
+    for i in range(n):
+        if slots[i] < 0 or slots[i] >= capacity:
+            return i
+    for i in range(n):
+        tree[slots[i]] = leaf
+    _sum_above(tree, offsets, sizes, slots)
+    return -1
+
+
+@_compiled(f"void({_TREE}, int64, int64, float64)")
+def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: float) -> None:
+    """Write one leaf into a range that the caller has checked."""
+    for slot in range(first, first + n):
+        tree[slot] = leaf
+    for level in range(1, sizes.size):
+        _sum_range(tree, offsets, sizes, level, first >> 3 * level, (first + n - 1) >> 3 * level)
+
+
+@_compiled(f"void({_TREE}, float64[::1], float64[::1], int64[::1])")
+def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
+    """Walk all of `mass` down a level at a time, so that their cache misses overlap; `left` is for its use."""
+    for i in range(mass.size):
+        slots[i] = 0
+        left[i] = mass[i] if mass[i] > 0.0 else 0.0
+    for level in range(sizes.size - 2, -1, -1):
+        below, group = offsets[level], 32 if level else 8
+        for i in range(mass.size):
+            child, rest = below + group * slots[i], left[i]
+            sum_0 = tree[child]
+            sum_1 = sum_0 + tree[child + 1]
+            sum_2 = sum_1 + tree[child + 2]
+            sum_3 = sum_2 + tree[child + 3]
+            sum_4 = sum_3 + tree[child + 4]
+            sum_5 = sum_4 + tree[child + 5]
+            sum_6 = sum_5 + tree[child + 6]
+            sum_7 = sum_6 + tree[child + 7]
+            k = int(sum_0 <= rest) + int(sum_1 <= rest) + int(sum_2 <= rest) + int(sum_3 <= rest)
+            k += int(sum_4 <= rest) + int(sum_5 <= rest) + int(sum_6 <= rest) + int(sum_7 <= rest)
+            passed = 0.0
+            passed = sum_0 if sum_0 <= rest else passed
+            passed = sum_1 if sum_1 <= rest else passed
+            passed = sum_2 if sum_2 <= rest else passed
+            passed = sum_3 if sum_3 <= rest else passed
+            passed = sum_4 if sum_4 <= rest else passed
+            passed = sum_5 if sum_5 <= rest else passed
+            passed = sum_6 if sum_6 <= rest else passed
+            if k == 8:  # rounding above: the mass lies behind the last child; take the last that is not empty
+                k = 7
+                while k > 0 and not tree[child + k] > 0.0:
+                    k -= 1
+            slots[i] = 8 * slots[i] + k
+            left[i] = rest - passed
+
+
+@_compiled(f"int64({_TREE}, float64)")
+def rebuild(tree: Floats, offsets: Ints, sizes: Ints, largest: float) -> int:
+    """Zero impossible leaves and all padding, recompute the rest; return how many leaves that were."""
+    dropped = 0
+    for slot in range(offsets[1]):
+        leaf = tree[slot]
+        fine = slot < sizes[0] and leaf >= 0.0 and leaf <= largest
+        dropped += int(slot < sizes[0] and not fine)
+        tree[slot] = leaf + 0.0 if fine else 0.0  # -0.0 becomes 0.0
+    for level in range(1, sizes.size):
+        for word in range(offsets[level + 1] - 32, offsets[level + 1]):
+            tree[word] = 0.0
+        _sum_range(tree, offsets, sizes, level, 0, sizes[level] - 1)
+    return dropped

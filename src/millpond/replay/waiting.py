@@ -1,0 +1,101 @@
+"""One call that may have to wait: its deadline, its cancel event, its line in the table of waiters."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from millpond.core.errors import Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
+from millpond.replay.memory import Memory
+from millpond.shm.locks import Event
+
+CANCEL_SLICE = 0.1  # a foreign event cannot wake us: look at it this often
+OWNER_SLICE = 0.5  # nor can an owner that was killed
+LOG_EVERY = 30.0
+
+log = logging.getLogger("millpond")
+
+
+def check_timeout(timeout: Any) -> float:
+    """Seconds, infinite for None. Raises ``InvalidType`` or ``InvalidArgument`` for anything else, NaN and below 0."""
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.floating, np.integer)):
+        raise InvalidType(f"timeout is a number of seconds or None, not {timeout!r}")
+    if not timeout >= 0:
+        raise InvalidArgument(f"timeout is at least 0 seconds, got {timeout}")
+    return float(timeout)
+
+
+def check_cancel(event: Any) -> None:
+    """Raises ``InvalidType`` for what is no event."""
+    if event is not None and not callable(getattr(event, "is_set", None)):
+        raise InvalidType(f"cancel_event has is_set(), such as a threading.Event; {type(event).__name__} has not")
+
+
+class Wait:
+    """Sleeps until something changed, the deadline passed, the event was set, or the owner died.
+
+    Use as a context manager: leaving it takes the thread off the table of waiters.
+    """
+
+    def __init__(self, memory: Memory, what: str, role: int, need: int, timeout: float | None, cancel: Any) -> None:
+        self.timeout = check_timeout(timeout)
+        check_cancel(cancel)
+        self._deadline = time.monotonic() + self.timeout
+        self._memory, self._what, self._role, self._need, self._cancel = memory, what, role, need, cancel
+        self._line: int | None = None
+        self._logged = time.monotonic()
+        self.counted = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``Cancelled`` where the event is set."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise Cancelled(f"{self._what}: the cancel event is set")
+
+    def enlist(self) -> None:
+        """Under the lock: appear in the table of waiters."""
+        if self._line is None:
+            people = self._memory.control.participants
+            self._line = people.claim()
+            if self._line is not None:
+                people.begin_wait(self._line, self._role, self._need)
+
+    def sleep(self, event: Event, ticket: int, explain: Callable[[], str]) -> None:
+        """Without the lock. ``ticket`` is what ``event.prepare()`` gave under it.
+
+        Raises:
+            DeadlineExceeded, Cancelled, PeerLost: with the explanation.
+        """
+        now = time.monotonic()
+        if now >= self._deadline:
+            raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: {explain()}")
+        span = min(self._deadline - now, CANCEL_SLICE if self._cancel is not None else OWNER_SLICE)
+        moved = event.wait(ticket, span)
+        self.check()
+        if moved:
+            return
+        lost = self._memory.owner_lost()
+        if lost is not None:
+            raise PeerLost(f"{self._what}: {lost}; while waiting: {explain()}")
+        if self.timeout == math.inf and time.monotonic() - self._logged >= LOG_EVERY:
+            self._logged = time.monotonic()
+            log.warning("%s still waits: %s", self._what, explain())
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Off the table of waiters."""
+        if self._line is not None:
+            self._memory.control.participants.end_wait(self._line)

@@ -1,0 +1,131 @@
+"""Writing: all of a batch, or none.
+
+Under the lock: note the intent; let what must give way cease to be live, and commit that; copy the rows; commit. The
+rows of live items are never written, so whoever reads a row and afterwards finds its item still live has read it whole.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from millpond.core.errors import BufferFull, DeadlineExceeded
+from millpond.flow.limiter import Block, pressure
+from millpond.replay.drawing import Floats, Ints, State
+from millpond.replay.engine import Engine
+from millpond.replay.slots import Ring
+from millpond.replay.state import (
+    DROPPED,
+    EXEMPT_WRITES,
+    HEAD,
+    LAST_INSERT,
+    LAST_SAMPLE,
+    LIVE,
+    PRESSURE,
+    PRODUCER,
+    PRODUCER_BLOCKS,
+    RECEIPT_LINE,
+    RECEIPT_NUMBER,
+    WRITES,
+)
+from millpond.replay.waiting import Wait
+
+
+class Writer:
+    """How items come in."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def put(
+        self,
+        rows: torch.Tensor,
+        leaves: Floats | None,
+        *,
+        timeout: float | None,
+        cancel: Any,
+        receipt: tuple[int, int] | None = None,
+    ) -> Ints | None:
+        """Write all rows or none. Their slots; None where the admission policy dropped them."""
+        engine, n = self._engine, rows.shape[0]
+        wait = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
+        try:
+            while True:
+                try:
+                    state = engine.load()
+                    engine.refuse_closed(state, "extend", n)
+                    if n != state[LAST_INSERT]:
+                        engine.refuse_impossible(batch=state[LAST_SAMPLE], insert=n)
+                    block = engine.insert_block(state, n)
+                    if block is None:
+                        excess = state[LIVE] + n - engine.capacity
+                        if excess <= 0 or engine.slots.evict(state, excess):
+                            return self._write(state, rows, leaves, excess, receipt)
+                    elif self._drops(state, n, block):
+                        return None
+                    else:
+                        wait = wait or self._wait(n, timeout, cancel)
+                        ticket = self._ticket(state, n, block, wait)
+                finally:
+                    engine.control.mutex.unlock()
+                if block is None:
+                    engine.slots.prepare_eviction(engine.control.peek())
+                elif wait is not None:
+                    wait.sleep(engine.space_event, ticket, partial(engine.explain_block, "extend", n, block))
+        finally:
+            if wait is not None:
+                wait.leave()
+
+    def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
+        return Wait(self._engine.memory, f"extend({n})", PRODUCER, n, timeout, cancel)
+
+    def _drops(self, state: State, n: int, block: Block) -> bool:
+        """Under the lock: what the admission policy says where there is no room. True: the items are dropped."""
+        engine = self._engine
+        if engine.flow.admission == "raise":
+            raise BufferFull(f"extend({n}): {block.reason}")
+        if engine.flow.admission != "drop_newest" or engine.unlimited:
+            return False
+        state[DROPPED] += n
+        engine.commit(state)
+        return True
+
+    def _ticket(self, state: State, n: int, block: Block, wait: Wait) -> int:
+        """Under the lock: before this thread sleeps."""
+        engine = self._engine
+        if wait.timeout == 0:
+            raise DeadlineExceeded(f"extend({n}): {block.reason}")
+        if engine.marked:
+            state[PRESSURE] = pressure(engine.flow, engine.counts(state), n)
+            engine.commit(state)
+        return engine.count_block(state, wait, PRODUCER_BLOCKS, engine.space_event)
+
+    def _write(
+        self, state: State, rows: torch.Tensor, leaves: Floats | None, excess: int, receipt: tuple[int, int] | None
+    ) -> Ints:
+        """Under the lock. ``state`` has the evictions, not yet committed."""
+        engine, n, head = self._engine, rows.shape[0], state[HEAD]
+        assert engine.rows is not None
+        engine.control.begin(state, n, head)
+        if excess > 0:  # what will be overwritten ceases to exist first
+            engine.commit(state)
+        slots = engine.slots.place(state, n)
+        if isinstance(engine.slots, Ring):
+            engine.rows.write_run(head % engine.capacity, rows)
+        else:
+            engine.rows.write_at(slots, rows)
+        if engine.priorities is not None:
+            engine.priorities.wrote(slots, leaves)
+        if engine.unlimited:
+            state[EXEMPT_WRITES] += max(0, state[WRITES] + n - max(engine.flow.min_size, state[WRITES]))
+        engine.slots.add(state, slots, n)
+        state[LAST_INSERT] = n
+        if engine.marked:
+            state[PRESSURE] = pressure(engine.flow, engine.counts(state), 0)
+        if receipt is not None:
+            state[RECEIPT_LINE], state[RECEIPT_NUMBER] = receipt[0] + 1, receipt[1]
+        engine.control.settle(state)
+        engine.commit(state, engine.items_event)
+        return slots

@@ -1,0 +1,123 @@
+"""Directories of shared files. Each belongs to one process, and says to which, so that a kill leaves no riddle.
+
+The name is ``millpond-<pid>-<kind>-<token>``. The file ``owner`` in it holds pid, start time, pid namespace, boot id.
+Two suffixes mark what is not, or no longer, a finished directory: ``.making-<start time>-<pid namespace>`` and
+``.removing-<token>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from millpond.core.errors import InvalidArgument
+from millpond.shm import identity
+from millpond.shm.room import no_room
+
+PREFIX = "millpond-"
+VARIABLE = "MILLPOND_SHM"
+_KIND = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class Owner(NamedTuple):
+    """To whom a directory belongs."""
+
+    pid: int
+    started: int
+    namespace: int
+    boot: str
+
+    @classmethod
+    def me(cls) -> Owner:
+        return cls(*identity.me(), identity.pid_namespace(), identity.boot_id())
+
+    @classmethod
+    def read(cls, directory: Path) -> Owner | None:
+        """None where the file is missing, or is none of ours."""
+        try:
+            pid, started, namespace, *boot = (directory / "owner").read_text().split()
+            return cls(int(pid), int(started), int(namespace), "".join(boot))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, directory: Path) -> None:
+        (directory / "owner").write_text(f"{self.pid} {self.started} {self.namespace} {self.boot}\n")
+
+    def gone(self) -> bool:
+        """Has the owner certainly ended? False where this process cannot know: a live owner in another container."""
+        if self.boot != identity.boot_id():
+            return True
+        return self.namespace == identity.pid_namespace() and not identity.alive(self.pid, self.started)
+
+
+def shared_root() -> Path:
+    """Where shared directories are made: ``$MILLPOND_SHM``, or ``/dev/shm``, or the directory for temporary files.
+
+    Raises:
+        InvalidArgument: ``$MILLPOND_SHM`` is not a directory that this process may write into.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        if not _writable(wanted):
+            raise InvalidArgument(f"{VARIABLE}={wanted}: not a directory that this user may write into")
+        return Path(wanted)
+    return Path("/dev/shm" if _writable("/dev/shm") else tempfile.gettempdir())
+
+
+def _writable(path: str) -> bool:
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
+def make_directory(kind: str) -> Path:
+    """Make an empty directory that belongs to this process, readable by this user only. The caller removes it.
+
+    ``kind`` is a lower-case word, such as ``replay``; it tells a reader of the file system what this is.
+
+    Raises:
+        InvalidArgument: ``kind`` is no such word, or ``$MILLPOND_SHM`` is no such directory.
+        OutOfMemory, OutOfDisk: the file system is full. Whatever is raised, nothing is left.
+    """
+    if not _KIND.fullmatch(kind):
+        raise InvalidArgument(f"kind {kind!r} must be a lower-case word of letters, digits and underscores")
+    owner = Owner.me()
+    path = shared_root() / f"{PREFIX}{owner.pid}-{kind}-{secrets.token_hex(8)}"
+    making = path.with_name(f"{path.name}.making-{owner.started}-{owner.namespace}")
+    making.mkdir(0o700)
+    try:
+        owner.write(making)
+        making.rename(path)  # whoever finds the name finds the owner in it
+    except BaseException as problem:
+        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
+            raise no_room(path.parent, f"there is no room for {path}") from problem
+        raise
+    return path
+
+
+def remove_directory(path: str | os.PathLike[str]) -> bool:
+    """Remove a shared directory and its files, whoever maps them still. False: it was gone, or another one removes it.
+
+    Nobody can find it half removed: it loses its name first.
+
+    Raises:
+        InvalidArgument: the name is not that of a shared directory; nothing was removed.
+    """
+    path = Path(path)
+    if not path.name.startswith(PREFIX):
+        raise InvalidArgument(f"{path}: not a directory made by make_directory()")
+    going = path.with_name(f"{path.name.partition('.removing-')[0]}.removing-{secrets.token_hex(4)}")
+    try:
+        path.rename(going)
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(FileNotFoundError):  # another one may reap it at the same time
+        shutil.rmtree(going)
+    return True

@@ -1,0 +1,179 @@
+"""The parts of a run, made in the order in which a mistake shows soonest, and taken apart in the opposite one."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from millpond.collect import Collector, FrameBudget, MultiCollector
+from millpond.collect.rows import transition_fields
+from millpond.core.errors import OutOfMemory
+from millpond.core.roles import Algorithm
+from millpond.core.schema import Schema
+from millpond.core.spec import EnvSpec
+from millpond.envs import Stepper, env_spec, make
+from millpond.flow.limiter import Flow
+from millpond.replay import ReplayBuffer
+from millpond.train.algorithms import make_algorithm
+from millpond.train.settings import EnvSettings, Settings
+from millpond.weights import WeightBoard
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What an environment tells before anything is made for it."""
+
+    spec: EnvSpec
+    schema: Schema
+
+
+def look_at_world(env: EnvSettings) -> World:
+    """Make the environment once, and read from it what networks and replay must know.
+
+    Raises:
+        InvalidArgument: it is unknown, cannot be made, or has a space that is not supported.
+    """
+    world = make(env.id, kwargs=env.kwargs)
+    try:
+        stepper = Stepper(world)
+        fields = transition_fields(stepper.observation_leaves, stepper.action_leaves)
+        types = {f.key: (torch.from_numpy(np.empty(0, f.dtype)).dtype, f.shape) for f in fields}
+        return World(env_spec(world), Schema(types))
+    finally:
+        world.close()
+
+
+def make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
+    """The buffer of a run; its memory is allocated, so that too little of it shows now.
+
+    Raises:
+        OutOfMemory: the memory for ``replay.capacity`` items is not there.
+    """
+    try:
+        return _make_replay(settings, schema)
+    except OutOfMemory as error:
+        raise OutOfMemory(f"replay.capacity={settings.replay.capacity}: {error}") from None
+
+
+def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
+    replay = settings.replay
+    return ReplayBuffer(
+        replay.capacity,
+        batch_size=replay.batch_size,
+        flow=Flow(
+            min_size=replay.learning_starts,
+            samples_per_insert=replay.samples_per_insert,
+            max_debt=settings.max_debt,
+        ),
+        schema=schema,
+        device=None if settings.learner.device == "cpu" else settings.learner.device,
+        seed=settings.seed,
+        shared=not settings.synchronous,
+    )
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a run is made of. ``collect`` makes the collector; ``publish`` hands it new weights."""
+
+    settings: Settings
+    world: World
+    algorithm: Algorithm
+    replay: ReplayBuffer
+    collector: Any = None  # Collector | MultiCollector
+    board: WeightBoard | None = None
+    budget: FrameBudget | None = None
+    _closing: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def make(cls, settings: Settings) -> Parts:
+        """Everything but the collector, which starts from what a checkpoint may change.
+
+        Raises:
+            InvalidArgument, OutOfMemory: the settings cannot work. Nothing is left behind.
+        """
+        world = look_at_world(settings.env)
+        algorithm = make_algorithm(settings.algorithm, world.spec, seed=settings.seed, device=settings.learner.device)
+        parts = cls(settings, world, algorithm, make_replay(settings, world.schema))
+        parts._closing.callback(parts.replay.close)
+        return parts
+
+    # ------------------------------------------------------------------ collecting
+    def collect(self, state: dict[str, Any] | None = None) -> None:
+        """Make the collector, or replace it by one that goes on from ``state``. It starts when it is first used."""
+        self.stop_collecting()
+        settings = self.settings
+        budget = self.budget = FrameBudget(settings.total_frames)
+        arguments: dict[str, Any] = {
+            "frames_per_batch": settings.frames_per_batch,
+            "num_envs": settings.envs_per_worker,
+            "layout": settings.replay.layout,
+            "replay": self.replay,
+            "budget": budget,
+            "seed": settings.seed,
+            "random_frames": settings.collect.random_frames,
+        }
+        env = _factory(settings.env, settings.envs_per_worker)
+        try:
+            if settings.synchronous:
+                self.collector = Collector(env, self.algorithm.policy, **arguments)
+            else:
+                self.board = WeightBoard(self.algorithm.published, version=self.algorithm.steps)
+                self.collector = MultiCollector(
+                    env,
+                    self.algorithm.policy,
+                    num_workers=settings.collectors,
+                    weights=self.board,
+                    max_restarts=settings.collect.max_restarts,
+                    **arguments,
+                )
+            if state is not None:
+                self.collector.load_state_dict(state)
+        except BaseException:
+            self.stop_collecting()
+            raise
+
+    def publish(self) -> None:
+        """Hand the weights as they are now to the collectors, under the number of optimizer steps."""
+        steps = self.algorithm.steps
+        if self.board is None:
+            self.collector.policy_version = steps
+        elif steps > self.board.version:
+            self.board.publish(self.algorithm.published, steps)
+
+    @property
+    def published_version(self) -> int:
+        return int(self.collector.policy_version if self.board is None else self.board.version)
+
+    @property
+    def frames(self) -> int:
+        """Frames collected so far."""
+        return self.budget.collected if self.budget is not None else 0
+
+    # ------------------------------------------------------------------ ending
+    def stop_collecting(self) -> None:
+        """End the collector, with its processes; what it had reserved is given back."""
+        collector, board, budget = self.collector, self.board, self.budget
+        self.collector = self.board = self.budget = None
+        with ExitStack() as closing:
+            for part in (budget, board, collector):  # closed from the last to the first
+                if part is not None:
+                    closing.callback(part.close)
+
+    def close(self) -> None:
+        """Release everything. Closing twice is fine."""
+        try:
+            self.stop_collecting()
+        finally:
+            self._closing.close()
+
+
+def _factory(env: EnvSettings, num_envs: int) -> Any:
+    if not env.kwargs:
+        return env.id
+    return functools.partial(make, env.id, num_envs=num_envs, kwargs=env.kwargs)

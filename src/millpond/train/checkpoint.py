@@ -1,0 +1,101 @@
+"""What a checkpoint of a run holds, and how it is put back: networks, optimizers, generators, collector, replay."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millpond.core.errors import CheckpointError
+from millpond.core.spec import BoxAction, DiscreteAction, EnvSpec, ObservationField
+from millpond.train.assembly import Parts
+from millpond.train.run_state import read_checkpoint
+
+ALGORITHM, COLLECTOR, REPLAY = "algorithm.pt", "collector.pt", "replay.millpond"
+
+
+def write_parts(folder: Path, parts: Parts, collector_state: dict[str, Any]) -> None:
+    """Write the parts of a run into an empty folder. The replay, where it is wanted, comes last: it is the largest."""
+    torch.save(parts.algorithm.state_dict(), folder / ALGORITHM)
+    torch.save(_to_tensors(collector_state), folder / COLLECTOR)
+    if parts.settings.checkpoint.replay:
+        parts.replay.dumps(folder / REPLAY)
+
+
+def read_parts(path: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put a checkpoint into fresh parts. Returns its ``run.json`` and the state that the collector goes on from.
+
+    Raises:
+        CheckpointError: it is damaged, does not fit these settings, or was saved without its replay.
+    """
+    state = read_checkpoint(path)
+    if not (path / REPLAY).is_file():
+        raise CheckpointError(
+            f"{path} holds no replay (checkpoint.replay=false): it can be evaluated, but training cannot go on from it"
+        )
+    algorithm, collector = load_tensors(path / ALGORITHM), load_tensors(path / COLLECTOR)
+    parts.replay.loads(path / REPLAY)
+    parts.algorithm.load_state_dict(algorithm)
+    return state, _to_arrays(collector)
+
+
+def load_tensors(path: Path) -> Any:
+    """What ``torch.save`` wrote: tensors, numbers, strings, and lists and dictionaries of them. Runs no code from it.
+
+    Raises:
+        CheckpointError: the file is missing, or holds something else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _to_tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, dict):
+        return {key: _to_tensors(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_tensors(part) for part in value]
+    return value
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: _to_arrays(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_to_arrays(part) for part in value]
+    return value
+
+
+def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
+    """A specification as JSON, so that a policy can be built again where its environment is not installed."""
+    action = spec.action
+    return {
+        "observation": [
+            {"key": list(f.key), "shape": list(f.shape), "dtype": str(f.dtype).removeprefix("torch.")}
+            for f in spec.observation
+        ],
+        "action": {"n": action.n} if isinstance(action, DiscreteAction) else {"low": action.low, "high": action.high},
+    }
+
+
+def spec_from_json(values: dict[str, Any]) -> EnvSpec:
+    """What ``spec_to_json`` wrote. Raises CheckpointError where it is something else."""
+    try:
+        fields = tuple(
+            ObservationField(tuple(f["key"]), tuple(f["shape"]), getattr(torch, f["dtype"]))
+            for f in values["observation"]
+        )
+        action = values["action"]
+        if "n" in action:
+            return EnvSpec(fields, DiscreteAction(action["n"]))
+        return EnvSpec(fields, BoxAction(tuple(action["low"]), tuple(action["high"])))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint does not say what its policy observes: {error!r}") from None

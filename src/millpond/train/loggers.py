@@ -1,0 +1,207 @@
+"""Where the numbers of a run go: ``metrics.csv``, TensorBoard events, optionally Weights & Biases.
+
+A row belongs to a moment of the run: ``frames`` collected, ``updates`` done, ``wall_s`` since the start. The other
+columns are namespaced (``loss/…``, ``eval/…``); a value that is not known at that moment is an empty cell, never NaN.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from millpond.core.errors import InvalidArgument
+
+INDEX_COLUMNS = ("frames", "updates", "wall_s")
+
+# Known from the start, so that the order of columns does not depend on what happens first. An algorithm's own
+# metrics follow in the order of their first appearance.
+METRIC_COLUMNS = (
+    "eval/return_mean",
+    "eval/return_std",
+    "eval/return_min",
+    "eval/return_max",
+    "eval/length_mean",
+    "eval/frames",
+    "eval/version",
+    "eval/wall_s",
+    "eval/skipped",
+    "eval/failed",
+    "collect/frames",
+    "collect/episodes",
+    "collect/episode_return",
+    "collect/episode_length",
+    "collect/restarts",
+    "collect/quarantined",
+    "replay/size",
+    "replay/write_count",
+    "replay/samples_returned",
+    "replay/samples_per_insert",
+    "replay/producer_blocks",
+    "replay/consumer_blocks",
+    "replay/action_std",
+    "replay/action_absmax",
+    "replay/action_saturation",
+    "throughput/frames_per_s",
+    "throughput/updates_per_s",
+    "lag/policy_version",
+    "optim/steps",
+)
+
+
+class Logger(Protocol):
+    """One destination. ``write`` is called once per report, with finite numbers only."""
+
+    def write(self, frames: int, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """``metrics.csv``: one row per report, flushed at once, so that a killed run keeps all of them.
+
+    An existing file is continued: its columns stay, and rows later than ``after_frames`` are dropped, since a resumed
+    run reports them again. A metric that was not seen before becomes a new last column.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = METRIC_COLUMNS, *, after_frames: int | None = None) -> None:
+        self._path = path
+        self._columns = [*INDEX_COLUMNS, *columns]
+        rows: list[dict[str, str]] = []
+        if after_frames is not None and path.exists():
+            header, rows = read_metrics(path)
+            self._columns = header + [name for name in self._columns if name not in header]
+            rows = [row for row in rows if int(row["frames"]) <= after_frames]
+        self._file = self._rewrite(rows)
+
+    def write(self, frames: int, row: Mapping[str, float]) -> None:
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._file.close()
+            _, rows = read_metrics(self._path)
+            self._columns += new
+            self._file = self._rewrite(rows)
+        cells = {name: format_number(value) for name, value in row.items()} | {"frames": str(frames)}
+        self._writer().writerow(cells)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _writer(self) -> csv.DictWriter[str]:
+        return csv.DictWriter(self._file, self._columns, restval="", lineterminator="\n")
+
+    def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> TextIO:
+        """Write header and rows beside the file and put it in its place: a reader sees the old or the new one."""
+        beside = self._path.with_name(self._path.name + ".new")
+        with open(beside, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(beside, self._path)
+        return open(self._path, "a", encoding="utf-8", newline="")
+
+
+def read_metrics(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a ``metrics.csv``, as written; a last row that a kill cut short is left out."""
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        columns = list(reader.fieldnames or ())
+        rows = [row for row in reader if None not in row and None not in row.values()]
+    return columns, rows
+
+
+def format_number(value: float) -> str:
+    """Digits that read back as exactly the same number; whole numbers without a point."""
+    number = float(value)
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
+class EventsFile:
+    """TensorBoard events in the run directory itself. A resumed run's events replace those after ``after_frames``."""
+
+    def __init__(self, directory: Path, *, after_frames: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._writer = SummaryWriter(str(directory), purge_step=after_frames)
+
+    def write(self, frames: int, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            if name not in INDEX_COLUMNS:
+                self._writer.add_scalar(name, value, frames)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbRun:
+    """A Weights & Biases run; ``mode="offline"`` needs no network.
+
+    Raises:
+        InvalidArgument: the package ``wandb`` is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        config: Mapping[str, Any],
+        project: str,
+        group: str | None,
+        name: str | None,
+        mode: str,
+    ) -> None:
+        wandb = require_wandb()
+        quiet = wandb.Settings(silent=True, console="off")
+        self._run = wandb.init(
+            dir=str(directory),
+            config=dict(config),
+            project=project,
+            group=group,
+            name=name or directory.name,
+            mode=mode,
+            settings=quiet,
+        )
+
+    def write(self, frames: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=frames)
+
+    def close(self) -> None:
+        self._run.finish(quiet=True)
+
+
+def require_wandb() -> Any:
+    """The module ``wandb``; InvalidArgument, in words, where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise InvalidArgument(
+            "logger.wandb=true needs the package wandb: pip install 'millpond[wandb]', or leave it off"
+        ) from None
+
+
+class Loggers:
+    """All destinations of one run. Numbers that are not finite are remembered by name and not passed on."""
+
+    def __init__(self, destinations: Sequence[Logger]) -> None:
+        self._destinations = list(destinations)
+        self.not_finite: dict[str, int] = {}
+
+    def write(self, frames: int, row: Mapping[str, float]) -> None:
+        finite: dict[str, float] = {}
+        for name, value in row.items():
+            if math.isfinite(value):
+                finite[name] = value
+            else:
+                self.not_finite.setdefault(name, frames)
+        for destination in self._destinations:
+            destination.write(frames, finite)
+
+    def close(self) -> None:
+        for destination in self._destinations:
+            destination.close()

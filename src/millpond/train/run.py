@@ -1,0 +1,255 @@
+"""One run from settings to ``summary.json`` and ``report.html``, whatever happens in between."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from millpond.core.errors import OutOfDisk
+from millpond.train import machine
+from millpond.train.assembly import Parts
+from millpond.train.checkpoint import read_parts
+from millpond.train.checks import Check, failed, run_checks
+from millpond.train.compose import save_settings
+from millpond.train.evaluation import allow_headless_rendering
+from millpond.train.evaluator import Evaluator, warm_up
+from millpond.train.log import logging_to
+from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile, WandbRun, require_wandb
+from millpond.train.progress import Progress, make_progress
+from millpond.train.report import write_report
+from millpond.train.reporting import Reporter
+from millpond.train.run_state import Checkpoints, RunDirectory, default_run_directory, write_json
+from millpond.train.settings import Settings
+from millpond.train.supervise import Interrupted, StopSignal
+from millpond.train.trainer import Trainer
+
+logger = logging.getLogger("millpond.train")
+_EVALUATION_SEED = 1_000_003  # added to the run's, so that no collector meets the same episodes
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended. ``status`` is completed, stopped, interrupted or failed; ``problem`` says why, in one line."""
+
+    run: RunDirectory
+    command: str = ""
+    status: str = "failed"
+    problem: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, Check] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 completed, 1 failed, 130 stopped or interrupted."""
+        return {"completed": 0, "failed": 1}.get(self.status, 130)
+
+
+def train(
+    settings: Settings,
+    *,
+    stop: StopSignal | None = None,
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> Outcome:
+    """Train as ``settings`` say. Returns how it ended; a run that fails does not raise, its outcome tells.
+
+    ``command`` is what the summary calls the command; the program's own command line by default.
+
+    Raises:
+        InvalidArgument, OutOfMemory: the run could not begin. Nothing was written and nothing is left behind.
+    """
+    stop = stop or StopSignal()
+    if settings.logger.wandb:
+        require_wandb()
+    allow_headless_rendering()
+    warm_up()
+    with ExitStack() as closing, _torch_threads(settings.learner.threads):
+        parts = Parts.make(settings)
+        closing.callback(parts.close)
+        restored = None
+        if settings.resume is not None:
+            run = RunDirectory.open(Path(settings.resume))
+            restored, collector = read_parts(Checkpoints(run.checkpoints).latest(), parts)
+            parts.collect(collector)
+        else:
+            parts.collect()
+            path = settings.run_dir or default_run_directory(settings.algorithm["name"], settings.env.id, settings.seed)
+            run = RunDirectory.create(Path(path))
+        progress = progress or make_progress()
+        loggers = _first_files(settings, run, progress, closing, after_frames=parts.frames if restored else None)
+        outcome = Outcome(run, command=command or machine.command_line())
+        _run(outcome, parts, loggers, stop, progress, restored)
+        _finish(outcome, settings)
+    return outcome
+
+
+def _first_files(
+    settings: Settings, run: RunDirectory, progress: Progress, closing: ExitStack, *, after_frames: int | None
+) -> Loggers:
+    """Open what is written during a run. A disk that takes nothing shows here, and then nothing stays."""
+    try:
+        save_settings(settings, run.config)
+        closing.enter_context(logging_to(run.log, progress))
+        loggers = _make_loggers(settings, run, after_frames=after_frames)
+    except OSError as error:
+        if settings.resume is None:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise OutOfDisk(error.errno, f"{error.strerror}: {run.path}") from None
+    closing.callback(loggers.close)
+    return loggers
+
+
+def _run(
+    outcome: Outcome,
+    parts: Parts,
+    loggers: Loggers,
+    stop: StopSignal,
+    progress: Progress,
+    restored: dict[str, Any] | None,
+) -> None:
+    """Everything between the first process and the last."""
+    settings, run = parts.settings, outcome.run
+    reporter = None
+    try:
+        with ExitStack() as closing:
+            closing.callback(progress.close)
+            evaluator = Evaluator(
+                parts.algorithm.evaluation_policy(),
+                env=settings.env,
+                settings=settings.eval,
+                seed=settings.seed + _EVALUATION_SEED,
+                version=parts.algorithm.steps,
+            )
+            closing.callback(evaluator.close)
+            reporter = Reporter(parts, loggers, progress, evaluator)
+            trainer = Trainer(
+                parts,
+                run,
+                reporter=reporter,
+                evaluator=evaluator,
+                checkpoints=Checkpoints(run.checkpoints, keep=settings.checkpoint.keep),
+                stop=stop,
+                restored=restored,
+            )
+            logger.info("started: %s", outcome.command)
+            trainer.run()
+            outcome.checks = run_checks(trainer.facts(not_finite=loggers.not_finite))
+            outcome.status = "completed" if trainer.complete else "stopped"
+    except Interrupted as error:
+        outcome.status, outcome.error = "interrupted", error
+    except Exception as error:  # noqa: BLE001  # whatever ends a run is told in its summary
+        outcome.status, outcome.error = "failed", error
+        logger.debug("%s", traceback.format_exc())
+    finally:
+        stop.shield()
+    outcome.summary = _summarize(outcome, parts, reporter)
+
+
+def _finish(outcome: Outcome, settings: Settings) -> None:
+    """Judge, write what remains, and say it in one line where it is not well."""
+    summary, run = outcome.summary, outcome.run
+    broken = failed(outcome.checks)
+    if broken:
+        outcome.status = summary["status"] = "failed"
+        summary["error_type"], summary["error"] = "RunFailed", "; ".join(broken)
+    if "error" in summary:
+        outcome.problem = f"{summary['error_type']}: {summary['error']} (more in {run.log})"
+        logger.error("%s: %s", summary["error_type"], summary["error"])
+    try:
+        write_json(run.summary, summary)
+        write_report(run, settings.to_dict())
+    except OSError as error:
+        outcome.status, outcome.problem = "failed", f"{run.path} cannot be written: {error}"
+        logger.exception("summary.json or report.html could not be written")
+    except Exception:  # the run and its numbers are there, and worth more than the page about them
+        logger.exception("report.html could not be written")
+
+
+def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dict[str, Any]:
+    settings, steps, frames = parts.settings, parts.algorithm.steps, parts.frames
+    wall_s = reporter.wall_s if reporter else 0.0
+    summary: dict[str, Any] = {
+        "status": outcome.status,
+        "algorithm": settings.algorithm["name"],
+        "env": settings.env.id,
+        "total_frames": settings.total_frames,
+        "collected_frames": frames,
+        "written_frames": parts.replay.write_count,
+        "write_count": parts.replay.write_count,
+        "optimizer_steps": steps,
+        "published_version": parts.published_version,
+        "eval_return_first": reporter.first_return if reporter else None,
+        "eval_return_last": reporter.last_return if reporter else None,
+        "wall_s": round(wall_s, 3),
+        "frames_per_s": round(frames / wall_s, 2) if wall_s else 0.0,
+        "updates_per_s": round(steps / wall_s, 2) if wall_s else 0.0,
+        "restarts": reporter.restarts if reporter else 0,
+        "peak_rss_mb": round(reporter.memory.peak_mb, 1) if reporter else 0.0,
+        "checks": {name: asdict(check) for name, check in outcome.checks.items()},
+        "command": outcome.command,
+        "git_commit": machine.git_commit(),
+        "versions": machine.versions(),
+    }
+    if outcome.error is not None and outcome.status == "failed":
+        summary["error_type"], summary["error"] = type(outcome.error).__name__, str(outcome.error)
+    return summary
+
+
+def dry_run(settings: Settings) -> str:
+    """Check everything that can be checked without starting anything; tell the sizes and the settings.
+
+    Raises:
+        InvalidArgument, OutOfMemory: what the run itself would raise.
+    """
+    from omegaconf import OmegaConf
+
+    parts = Parts.make(settings)
+    try:
+        schema, capacity = parts.world.schema, settings.replay.capacity
+        sizes = (
+            f"{schema.row_nbytes} bytes per item, {schema.row_nbytes * capacity / 1e6:,.1f} MB for {capacity:,} items"
+        )
+    finally:
+        parts.close()
+    return f"{OmegaConf.to_yaml(OmegaConf.create(settings.to_dict()))}# replay: {sizes}; nothing was started"
+
+
+# ---------------------------------------------------------------------- surroundings
+
+
+def _make_loggers(settings: Settings, run: RunDirectory, *, after_frames: int | None) -> Loggers:
+    destinations: list[Logger] = [MetricsFile(run.metrics, after_frames=after_frames)]
+    wanted = settings.logger
+    if wanted.tensorboard:
+        destinations.append(EventsFile(run.path, after_frames=after_frames))
+    if wanted.wandb:
+        destinations.append(
+            WandbRun(
+                run.path,
+                config=settings.to_dict(),
+                project=wanted.project,
+                group=wanted.group,
+                name=wanted.name,
+                mode=wanted.mode,
+            )
+        )
+    return Loggers(destinations)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,296 @@
+"""What a run is asked to do: frozen, typed, checked in one place.
+
+The defaults are in ``millpond/conf``; here are the types and the bounds. ``Settings.from_dict`` is the only way in,
+so that a command line, a saved ``config.yaml`` and a test all meet the same checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from millpond.core.errors import InvalidArgument, InvalidType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSettings:
+    """Which environment, and the arguments it is made with."""
+
+    id: str
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """``replay.*``; sizes in items, debt in samples."""
+
+    capacity: int
+    batch_size: int
+    learning_starts: int
+    samples_per_insert: float
+    max_debt: float | None
+    transport: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectSettings:
+    """``collect.*``; frames."""
+
+    frames_per_batch: int | None
+    random_frames: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """``learner.*``."""
+
+    world_size: int
+    backend: str
+    device: str
+    threads: int
+    publish_interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """``eval.*``; frames, episodes, environment steps."""
+
+    interval_frames: int
+    episodes: int
+    max_steps: int
+    timeout: float
+    video_interval_frames: int
+    video_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """``checkpoint.*``."""
+
+    interval_frames: int
+    keep: int
+    replay: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionSettings:
+    """``execution.*``: where things run, and whether they wait for each other."""
+
+    name: str
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerSettings:
+    """``logger.*``."""
+
+    interval_frames: int | None
+    tensorboard: bool
+    wandb: bool
+    project: str
+    group: str | None
+    name: str | None
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that decides what a run does. ``algorithm`` holds ``name`` and that algorithm's own settings."""
+
+    algorithm: dict[str, Any]
+    env: EnvSettings
+    total_frames: int
+    collectors: int
+    envs_per_collector: int
+    seed: int
+    run_dir: str | None
+    resume: str | None
+    dry_run: bool
+    replay: ReplaySettings
+    collect: CollectSettings
+    learner: LearnerSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    execution: ExecutionSettings
+    logger: LoggerSettings
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Build and check settings from plain nested dictionaries.
+
+        Raises:
+            InvalidType: a value has another type than its setting; the message names the setting.
+            InvalidArgument: an unknown or missing setting, or a value out of its bounds.
+        """
+        settings: Settings = build(cls, values, "")
+        _check(settings)
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries that ``from_dict`` takes back."""
+        return dataclasses.asdict(self)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether collection and learning take turns in one process."""
+        return self.execution.mode == "sync"
+
+    @property
+    def workers(self) -> int:
+        """How many collector processes run; 0 where environments step in the learner's process."""
+        return 0 if self.synchronous else self.collectors
+
+    @property
+    def envs_per_worker(self) -> int:
+        """In synchronous mode all environments step in one place."""
+        return self.envs_per_collector * (self.collectors if self.synchronous else 1)
+
+    @property
+    def frames_per_batch(self) -> int:
+        """How many frames each worker collects at a time."""
+        if self.collect.frames_per_batch is not None:
+            return self.collect.frames_per_batch
+        return self.envs_per_worker * (1 if self.synchronous else 8)
+
+    @property
+    def max_debt(self) -> float | None:
+        """How many samples collection may be ahead of learning; None in synchronous mode, where it never is."""
+        if self.synchronous:
+            return None
+        if self.replay.max_debt is not None:
+            return self.replay.max_debt
+        round_of_batches = self.replay.samples_per_insert * self.frames_per_batch * self.collectors
+        return 2 * round_of_batches + self.replay.batch_size
+
+    @property
+    def report_interval(self) -> int:
+        """Frames between two rows of metrics.csv."""
+        return self.logger.interval_frames or max(1, self.total_frames // 200)
+
+
+def build(kind: type[Any], values: Any, path: str) -> Any:
+    """The dataclass ``kind`` from a dictionary with exactly its fields; ``path`` says where in the settings that is.
+
+    Raises:
+        InvalidType: a value does not have the type of its field.
+        InvalidArgument: a field is missing or unknown, or the dataclass itself refuses a value.
+    """
+    if not isinstance(values, dict):
+        raise InvalidType(f"{path or 'settings'}: expected a group of settings, got {values!r}")
+    hints = typing.get_type_hints(kind)
+    prefix = f"{path}." if path else ""
+    unknown, missing = sorted(set(values) - set(hints)), sorted(set(hints) - set(values))
+    if unknown:
+        raise InvalidArgument(f"unknown setting {prefix}{unknown[0]}")
+    if missing:
+        raise InvalidArgument(f"missing setting {prefix}{missing[0]}")
+    fields = {name: _convert(hint, values[name], prefix + name) for name, hint in hints.items()}
+    try:
+        return kind(**fields)
+    except InvalidArgument as error:  # an algorithm's own check, which knows the field but not where it is
+        raise InvalidArgument(f"{prefix}{error}") from None
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, path)  # type: ignore[arg-type]  # a dataclass, and a type
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(typing.get_args(hint)[0], part, path) for part in value)
+    if origin is dict and isinstance(value, dict):
+        return dict(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and (isinstance(value, str) or number):
+        return str(value)
+    if hint is int and number and float(value).is_integer():
+        return int(value)
+    if hint is float and number and not math.isnan(value):
+        return float(value)
+    raise InvalidType(f"{path}: expected {_WORDS.get(hint, 'a list of whole numbers')}, got {value!r}")
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
+
+
+# The smallest value that each setting may have; None, where a setting admits it, is not looked at.
+_LEAST: dict[str, int] = {
+    "total_frames": 1,
+    "collectors": 1,
+    "envs_per_collector": 1,
+    "seed": 0,
+    "replay.capacity": 1,
+    "replay.batch_size": 1,
+    "replay.learning_starts": 0,
+    "collect.frames_per_batch": 1,
+    "collect.random_frames": 0,
+    "collect.max_restarts": 0,
+    "learner.threads": 1,
+    "learner.publish_interval": 1,
+    "eval.interval_frames": 0,
+    "eval.episodes": 1,
+    "eval.max_steps": 1,
+    "eval.timeout": 1,
+    "eval.video_interval_frames": 0,
+    "eval.video_steps": 1,
+    "checkpoint.interval_frames": 0,
+    "checkpoint.keep": 1,
+    "logger.interval_frames": 1,
+}
+
+
+def _check(settings: Settings) -> None:
+    for name, least in _LEAST.items():
+        value = operator.attrgetter(name)(settings)
+        if value is not None and value < least:
+            raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+    if not 0 < settings.replay.samples_per_insert < math.inf:
+        raise InvalidArgument(f"replay.samples_per_insert must be above 0, got {settings.replay.samples_per_insert:g}")
+    _check_choices(settings)
+    _check_sizes(settings)
+
+
+def _check_choices(settings: Settings) -> None:
+    for name, value, choices in (
+        ("execution.name", settings.execution.name, ("local",)),
+        ("execution.mode", settings.execution.mode, ("async", "sync")),
+        ("replay.transport", settings.replay.transport, ("shm",)),
+        ("replay.layout", settings.replay.layout, ("transitions",)),
+        ("logger.mode", settings.logger.mode, ("offline", "online", "disabled")),
+    ):
+        if value not in choices:
+            raise InvalidArgument(f"{name} must be {' or '.join(choices)}, got {value!r}")
+    if not isinstance(settings.algorithm.get("name"), str):
+        raise InvalidArgument("algorithm.name must name an algorithm")
+    if settings.learner.world_size != 1:
+        raise InvalidArgument(f"learner.world_size must be 1, got {settings.learner.world_size}")
+
+
+def _check_sizes(settings: Settings) -> None:
+    replay = settings.replay
+    if replay.learning_starts >= settings.total_frames:
+        raise InvalidArgument(
+            f"replay.learning_starts={replay.learning_starts} leaves no frame of total_frames={settings.total_frames}"
+            " to learn from: lower the one or raise the other"
+        )
+    if replay.learning_starts > replay.capacity:
+        raise InvalidArgument(
+            f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
+        )
+    if settings.frames_per_batch % settings.envs_per_worker:
+        raise InvalidArgument(
+            f"collect.frames_per_batch={settings.frames_per_batch} is not divisible by the"
+            f" {settings.envs_per_worker} environments that step together"
+        )

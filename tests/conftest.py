@@ -1,0 +1,70 @@
+"""What holds for every test: one torch thread, seeded Hypothesis in CI, and nothing may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+# Before torch is imported, here and in every process that a test starts: parallel tests and workers share few cores.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import leaks
+import pytest
+from hypothesis import settings
+
+settings.register_profile("local", deadline=None)  # no test depends on the speed of the machine
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+failed = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("leak_grace", "seconds: an orderly end may take a moment; a leak does not end", default="2.0")
+
+
+def pytest_configure() -> None:
+    leaks.adopt_orphans()
+    # A shell that runs the tests in the background makes them ignore Ctrl-C, and with them every process they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[failed] = item.stash.get(failed, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread, a process, a descriptor or a segment behind; kill such a process.
+
+    Of a test that failed already only the processes are looked after: its traceback keeps its other objects alive.
+    """
+    marker = request.node.get_closest_marker("leaks")
+    if marker and not marker.kwargs.get("reason"):
+        pytest.fail("@pytest.mark.leaks needs reason=...", pytrace=False)
+    before = leaks.look()
+    yield
+    if marker:
+        return
+    left = what_stays(before, grace_s=float(request.config.getini("leak_grace")))
+    leaks.kill(left)
+    if left and not request.node.stash.get(failed, False):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(map(str, sorted(left))), pytrace=False)
+
+
+def what_stays(before: frozenset[leaks.Trace], *, grace_s: float) -> frozenset[leaks.Trace]:
+    """What is there now and was not there `before`, after garbage is collected and the grace has passed."""
+    left = leaks.look() - before
+    if not left:
+        return left
+    gc.collect()
+    end = time.monotonic() + grace_s
+    while (left := leaks.look() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left

@@ -1,0 +1,27 @@
+"""SIGKILL at random instants and at named steps. The longer runs: ``python tests/replay/stress.py METHOD MODE KILLS``."""
+
+from __future__ import annotations
+
+import pytest
+import stress
+
+KILLS = [
+    ("fork", "overwrite", 10),
+    ("fork", "prioritized", 8),
+    ("fork", "fifo", 8),
+    ("fork", "fifo2", 6),
+    ("fork", "pool", 8),
+    ("fork", "pool2", 6),
+    ("fork", "epoch", 6),
+    ("forkserver", "pool", 3),
+    ("spawn", "overwrite", 2),
+]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("method", "mode", "kills"), KILLS, ids=lambda value: str(value))
+def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: str, kills: int) -> None:
+    """proc-1: none torn, the counters add up, nobody waits longer than 1 s, each item is delivered as often as promised."""
+    result = stress.run(method, mode, kills, seed=len(mode) + kills)
+    assert result["problems"] == []
+    assert result["kills"] == kills

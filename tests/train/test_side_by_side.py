@@ -1,0 +1,171 @@
+"""Whole runs with worker processes: exact counts, the replay ratio, deaths, Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import SMALL, resume, rows, run, summary
+
+from millpond.train.run_state import Checkpoints, read_checkpoint
+
+ASYNC = ["execution.mode=async", "collectors=2"]
+
+
+def test_exact_counts_and_the_replay_ratio(tmp_path: Path):
+    """unit-1, unit-4; a total that no batch size divides"""
+    words = ["total_frames=1009", "envs_per_collector=3", "replay.samples_per_insert=4", "replay.capacity=2000"]
+    outcome = run(tmp_path / "run", *ASYNC, *words)
+    assert (outcome.status, outcome.problem) == ("completed", None)
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == told["written_frames"] == told["write_count"] == 1009
+    assert told["optimizer_steps"] == told["published_version"] == (1009 - 20) * 4 // 8
+    assert told["restarts"] == 0
+    for row in rows(tmp_path / "run"):
+        if ratio := row["replay/samples_per_insert"]:
+            assert float(ratio) <= 4.0
+    assert float(rows(tmp_path / "run")[-1]["replay/samples_per_insert"]) == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_killed_worker_is_replaced_and_every_frame_counts(tmp_path: Path):
+    flag = tmp_path / "flag"
+    flag.write_text("")
+    words = ["env.kwargs.fault=kill", f"env.kwargs.while_there={flag}", "env.kwargs.at=40"]
+    words.append("env.kwargs.where=millpond worker")
+    outcome = run(tmp_path / "run", *ASYNC, *words, "total_frames=301")
+    assert (outcome.status, outcome.exit_code) == ("completed", 0)
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == told["written_frames"] == 301
+    assert told["optimizer_steps"] == 281
+    assert told["restarts"] == 1
+    assert rows(tmp_path / "run")[-1]["collect/restarts"] == "1"
+    assert "was killed by SIGKILL; restart 1 of 3" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_a_worker_that_raises_fails_the_run_with_its_traceback(tmp_path: Path):
+    """proc-5"""
+    words = ["env.kwargs.fault=raise", f"env.kwargs.while_there={tmp_path}", "env.kwargs.at=40"]
+    outcome = run(tmp_path / "run", *ASYNC, *words, "total_frames=400")
+    assert outcome.exit_code == 1
+    told = summary(tmp_path / "run")
+    assert told["error_type"] == "WorkerFailed"
+    assert "RuntimeError: the corridor collapsed" in told["error"]
+    assert "Traceback" in told["error"]
+    assert "in _commit" in told["error"]
+
+
+def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path):
+    words = ["env.kwargs.fault=kill", f"env.kwargs.while_there={tmp_path}", "env.kwargs.where=millpond worker"]
+    outcome = run(tmp_path / "run", *ASYNC, *words, "collect.max_restarts=1")
+    assert outcome.exit_code == 1
+    assert summary(tmp_path / "run")["error_type"] == "WorkerFailed"
+
+
+def test_evaluations_that_are_due_while_one_runs_are_skipped_and_counted(tmp_path: Path):
+    """eval-2"""
+    flag = tmp_path / "flag"
+    flag.write_text("")
+    words = ["env.kwargs.fault=hang", f"env.kwargs.while_there={flag}", "env.kwargs.where=millpond-evaluator"]
+    outcome = run(tmp_path / "run", *ASYNC, *words, "eval.interval_frames=30", "eval.timeout=5")
+    assert outcome.status == "completed"
+    last = rows(tmp_path / "run")[-1]
+    assert int(last["eval/skipped"]) >= 3
+    assert int(last["eval/failed"]) >= 1
+
+
+def test_a_run_with_workers_resumes_with_exact_counts(tmp_path: Path):
+    outcome = run(tmp_path / "run", *ASYNC, "total_frames=203", "checkpoint.interval_frames=90")
+    assert outcome.status == "completed"
+    assert resume(tmp_path / "run", "total_frames=307", "collectors=1").status == "completed"
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == told["written_frames"] == 307
+    assert told["optimizer_steps"] == told["published_version"] == 287
+
+
+# ------------------------------------------------------------------ real signals on a real command line
+
+
+@pytest.fixture
+def command(tmp_path: Path):
+    """A `millpond train` that would run for ever; it is killed with all its children if the test leaves it."""
+    words = [*SMALL, *ASYNC, "total_frames=100000000", "replay.capacity=5000", "checkpoint.interval_frames=0"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "millpond.cli", "train", *words, f"run_dir={tmp_path / 'run'}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parent,  # where `worlds` is found
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    family = psutil.Process(child.pid)
+    yield child
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*family.children(recursive=True), family]:
+            process.kill()
+    child.wait(timeout=10)
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def wait_for(what: object, condition, timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
+        time.sleep(0.02)
+
+
+def learning(path: Path) -> bool:
+    return (path / "metrics.csv").exists() and any(int(row["updates"] or 0) > 0 for row in rows(path))
+
+
+def test_ctrl_c_once_saves_a_checkpoint_and_ends_cleanly(tmp_path: Path, command: subprocess.Popen[str]):
+    """proc-7"""
+    path = tmp_path / "run"
+    wait_for("learning", lambda: learning(path))
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does: to everybody in the foreground
+    out, _ = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert "stopping: saving a checkpoint" in out
+    assert "Traceback" not in out
+    told = summary(path)
+    assert told["status"] == "stopped"
+    assert told["collected_frames"] == told["written_frames"] > 20
+    assert read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"] == told["collected_frames"]
+    assert resume(path, f"total_frames={told['collected_frames'] + 100}").status == "completed"
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_the_last_checkpoint(tmp_path: Path, command: subprocess.Popen[str]):
+    """proc-7"""
+    path = tmp_path / "run"
+    wait_for("learning", lambda: learning(path))
+    os.killpg(command.pid, signal.SIGINT)
+    os.killpg(command.pid, signal.SIGINT)
+    out, _ = command.communicate(timeout=30)
+    assert command.returncode == 130
+    assert "Traceback" not in out
+    assert summary(path)["status"] in ("interrupted", "stopped")  # the second may come when nothing is left to stop
+    for checkpoint in Checkpoints(path / "checkpoints").all():
+        read_checkpoint(checkpoint)
+
+
+def test_nobody_outlives_a_killed_trainer(tmp_path: Path, command: subprocess.Popen[str]):
+    """proc-4; whoever had inherited the segments removes them"""
+    path = tmp_path / "run"
+    wait_for("learning", lambda: learning(path))
+    family = psutil.Process(command.pid).children(recursive=True)
+    assert len(family) >= 3  # two workers and the evaluator, beside multiprocessing's own helpers
+    command.kill()
+    command.wait(timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    from millpond.shm.reaper import reap
+
+    reap()

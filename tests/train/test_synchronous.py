@@ -1,0 +1,170 @@
+"""Whole runs in one process: exact, repeatable, resumable, and honest about how they ended."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import SMALL, resume, rows, run, same, summary, weights
+
+from millpond.core.errors import CheckpointError, InvalidArgument
+from millpond.replay import ReplayBuffer
+from millpond.train.run_state import Checkpoints
+
+SYNC = ("execution.mode=sync", "collectors=1")
+
+
+@pytest.mark.parametrize(("total", "collectors", "envs"), [(120, 1, 1), (97, 3, 1), (101, 1, 7)])
+def test_exactly_as_many_updates_as_frames_after_learning_starts(
+    tmp_path: Path, total: int, collectors: int, envs: int
+):
+    """unit-8, unit-3; totals that nothing divides"""
+    sizes = [f"total_frames={total}", f"collectors={collectors}", f"envs_per_collector={envs}"]
+    outcome = run(tmp_path / "run", *SYNC, *sizes, "logger.interval_frames=1")
+    assert (outcome.status, outcome.exit_code, outcome.problem) == ("completed", 0, None)
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == told["written_frames"] == told["write_count"] == total
+    assert told["optimizer_steps"] == told["published_version"] == total - 20
+    assert all(check["ok"] for check in told["checks"].values())
+    for row in rows(tmp_path / "run"):
+        assert int(row["updates"]) == max(0, int(row["frames"]) - 20)
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "dqn", "ddpg", "td3"])
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path, algorithm: str):
+    """seed-1"""
+    words = [*SYNC, f"algorithm={algorithm}", f"env.kwargs.discrete={algorithm == 'dqn'}", "eval.interval_frames=50"]
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        assert run(tmp_path / name, *words, f"seed={seed}").status == "completed"
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_a_killed_run_resumes_bitwise_from_its_last_checkpoint(tmp_path: Path):
+    """ckpt-1"""
+    words = [*SYNC, "env=Pendulum-v1", "checkpoint.interval_frames=50", "checkpoint.keep=9", "eval.interval_frames=40"]
+    assert run(tmp_path / "whole", *words).status == "completed"
+    checkpoints = Checkpoints(tmp_path / "whole" / "checkpoints").all()
+    assert [path.name for path in checkpoints] == [f"{f:012d}-{f - 20:012d}" for f in (50, 100, 120)]
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # as a SIGKILL at frame 60 would have left it
+    for path in Checkpoints(tmp_path / "killed" / "checkpoints").all()[1:]:
+        shutil.rmtree(path)
+    assert resume(tmp_path / "killed").status == "completed"
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    for name in ("optimizer_steps", "collected_frames", "eval_return_first", "eval_return_last"):
+        assert summary(tmp_path / "whole")[name] == summary(tmp_path / "killed")[name]
+
+
+def test_a_run_stopped_by_ctrl_c_resumes_as_if_it_had_saved_there(tmp_path: Path):
+    """proc-7, ckpt-1"""
+    flag = tmp_path / "flag"
+    words = [*SYNC, "env.kwargs.fault=interrupt", f"env.kwargs.while_there={flag}", "env.kwargs.at=56"]
+    words.append("total_frames=113")
+    assert run(tmp_path / "whole", *words, "checkpoint.interval_frames=57").status == "completed"
+
+    flag.write_text("")
+    stopped = run(tmp_path / "stopped", *words)
+    assert (stopped.status, stopped.exit_code) == ("stopped", 130)
+    told = summary(tmp_path / "stopped")
+    assert told["collected_frames"] == told["written_frames"] == 57
+    assert all(check["ok"] for check in told["checks"].values())
+    assert resume(tmp_path / "stopped").status == "completed"
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+
+
+def test_a_completed_run_can_be_made_longer(tmp_path: Path):
+    assert run(tmp_path / "run", *SYNC).status == "completed"
+    assert resume(tmp_path / "run", "total_frames=150").status == "completed"
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == 150
+    assert told["optimizer_steps"] == 130
+    assert [int(row["frames"]) for row in rows(tmp_path / "run")][-3:] == [130, 140, 150]
+
+
+def test_what_cannot_be_resumed_says_why_and_changes_nothing(tmp_path: Path):
+    """ckpt-3"""
+    assert run(tmp_path / "run", *SYNC, "checkpoint.replay=false").status == "completed"
+    with pytest.raises(CheckpointError, match="holds no replay"):
+        resume(tmp_path / "run", "total_frames=150")
+
+    assert run(tmp_path / "other", *SYNC).status == "completed"
+    with pytest.raises(InvalidArgument, match="120 frames were collected already, more than total_frames=100"):
+        resume(tmp_path / "other", "total_frames=100")
+    replay = Checkpoints(tmp_path / "other" / "checkpoints").latest() / "replay.millpond"
+    data = bytearray(replay.read_bytes())
+    data[len(data) // 2] ^= 1
+    replay.write_bytes(data)
+    before = (tmp_path / "other" / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=r"replay\.millpond is damaged"):
+        resume(tmp_path / "other", "total_frames=150")
+    assert (tmp_path / "other" / "config.yaml").read_text() == before
+
+
+# ------------------------------------------------------------------ runs that are not well
+
+
+def test_an_environment_that_raises_fails_the_run_and_leaves_its_story(tmp_path: Path):
+    words = ["env.kwargs.fault=raise", f"env.kwargs.while_there={tmp_path}", "env.kwargs.at=30"]
+    outcome = run(tmp_path / "run", *SYNC, *words)
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    told = summary(tmp_path / "run")
+    assert (told["error_type"], told["error"]) == ("RuntimeError", "the corridor collapsed")
+    assert told["collected_frames"] == told["written_frames"] == 30
+    assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
+    assert "the corridor collapsed" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_named(tmp_path: Path):
+    """nan-1"""
+    words = ["env.kwargs.fault=huge", f"env.kwargs.while_there={tmp_path}", "env.kwargs.at=30"]
+    assert run(tmp_path / "run", *SYNC, *words).exit_code == 1
+    told = summary(tmp_path / "run")
+    assert told["error_type"] == "NonFinite"
+    assert "loss/critic" in told["error"]
+
+
+def test_a_collector_that_stops_exploring_fails_the_run(tmp_path: Path):
+    words = ["algorithm=dqn", "env.kwargs.discrete=true", "algorithm.epsilon_start=0", "algorithm.epsilon_end=0"]
+    outcome = run(tmp_path / "run", *SYNC, *words)
+    assert outcome.exit_code == 1
+    assert outcome.problem is not None
+    assert "policy_explores: the collection policy became deterministic" in outcome.problem
+    told = summary(tmp_path / "run")
+    assert told["error_type"] == "RunFailed"
+    assert [name for name, check in told["checks"].items() if not check["ok"]] == ["policy_explores"]
+
+
+def test_training_goes_on_when_evaluations_fail(tmp_path: Path):
+    """rem-10"""
+    words = ["env.kwargs.fault=raise", f"env.kwargs.while_there={tmp_path}", "env.kwargs.where=millpond-evaluator"]
+    outcome = run(tmp_path / "run", *SYNC, *words, "eval.interval_frames=50")
+    assert outcome.status == "completed"
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == 120
+    assert told["eval_return_last"] is None
+    assert rows(tmp_path / "run")[-1]["eval/failed"] == "4"
+    assert "the evaluation at frame 50 failed: RuntimeError: the corridor collapsed" in (
+        (tmp_path / "run" / "run.log").read_text()
+    )
+
+
+def test_before_and_after_are_evaluated_on_the_first_and_on_the_final_weights(tmp_path: Path):
+    run(tmp_path / "run", *SYNC, "env=Pendulum-v1", "eval.max_steps=50", "eval.interval_frames=60")
+    versions = [(row["eval/frames"], row["eval/version"]) for row in rows(tmp_path / "run") if row["eval/frames"]]
+    assert versions == [("0", "0"), ("60", "40"), ("120", "100")]
+    told = summary(tmp_path / "run")
+    means = [row["eval/return_mean"] for row in rows(tmp_path / "run") if row["eval/frames"]]
+    assert [float(means[0]), float(means[-1])] == [told["eval_return_first"], told["eval_return_last"]]
+
+
+def test_a_checkpoints_replay_holds_every_frame(tmp_path: Path):
+    run(tmp_path / "run", *SYNC)
+    path = Checkpoints(tmp_path / "run" / "checkpoints").latest() / "replay.millpond"
+    capacity = int(next(word for word in SMALL if word.startswith("replay.capacity")).split("=")[1])
+    with ReplayBuffer(capacity, batch_size=8) as replay:
+        replay.loads(path)
+        assert replay.write_count == len(replay) == 120

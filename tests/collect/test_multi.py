@@ -400,7 +400,7 @@ def test_a_buffer_that_is_closed_ends_the_collection() -> None:
     rb = ReplayBuffer(10, shared=True, consume_after_n_samples=1, flow=Flow(admission="block"))
     with MultiCollector(Diary, num_workers=2, frames_per_batch=5, replay=rb) as collector:
         collector.start()
-        until(lambda: states(collector) == {"writing"}, collector)
+        until(lambda: rb.stats()["waiting_producers"] == 2, collector)
         rb.close()
         assert collector.wait(timeout=PATIENCE_S)
         assert set(collector) == {None}
@@ -660,8 +660,8 @@ def test_two_collectors_on_one_buffer_and_one_budget() -> None:
 @pytest.mark.parametrize("iterating", [False, True])
 def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
     """Case end-8, across processes."""
-    with Shared() as rb:
-        options: Any = {"num_workers": 2, "frames_per_batch": 10, "num_envs": 3, "total_frames": 400, "seed": 1}
+    with Shared(50_000) as rb:
+        options: Any = {"num_workers": 2, "frames_per_batch": 10, "num_envs": 3, "total_frames": 20_000, "seed": 1}
         options["replay"] = None if iterating else rb
         with MultiCollector(lambda: diaries(3, "NextStep"), **options) as first:
             got = 0
@@ -671,7 +671,6 @@ def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
                 first.start()
                 until(lambda: rb.write_count >= 50, first)
             state = first.state_dict()
-            until(lambda: first.collected_frames >= state["collected_frames"], first)
             held = sum(int(worker["valid"].sum()) for worker in state["workers"])
         written = rb.write_count
         assert written >= state["collected_frames"] or iterating
@@ -680,13 +679,13 @@ def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
             assert second.collected_frames == state["collected_frames"]
             if iterating:
                 rest: Any = torch.cat(list(second))  # type: ignore[arg-type]
-                assert got + rest.numel() == 400
+                assert got + rest.numel() == 20_000
             else:
                 second.start()
                 assert second.wait(timeout=PATIENCE_S)
-                assert rb.write_count - written == 400 - state["collected_frames"]
+                assert rb.write_count - written == 20_000 - state["collected_frames"]
                 rest = rb[:][written:]
-            assert second.collected_frames == 400
+            assert second.collected_frames == 20_000
             with pytest.raises(InvalidArgument, match="has started"):
                 second.load_state_dict(state)
         assert int(((rest["episode_id"] >> 36) & 4095 == 0).sum()) >= held

@@ -264,7 +264,8 @@ def test_without_a_low_watermark_each_insert_waits_until_it_fits(
             counts(live=5),
             2,
             1,
-            "samples_per_insert=0.3 allows 1.5 samples for the 5 items beyond min_size=0, and 0 were drawn: a sample of 2 "
+            "samples_per_insert=0.3 allows 1.5 samples for the 5 items beyond min_size=0, and 0 were drawn: a "
+            "sample of 2 "
             "waits until 2 more items are written",
             "inserts",
         ),
@@ -273,7 +274,8 @@ def test_without_a_low_watermark_each_insert_waits_until_it_fits(
             counts(live=7, samples=7),
             1,
             1,
-            "samples_per_insert=1 allows 7 samples for the 7 items beyond min_size=0, and 7 were drawn: a sample of 1 waits "
+            "samples_per_insert=1 allows 7 samples for the 7 items beyond min_size=0, and 7 were drawn: a "
+            "sample of 1 waits "
             "until 1 more item is written",
             "inserts",
         ),
@@ -302,28 +304,32 @@ FULL = counts(live=97, evictable=False, consuming=True)
             Flow(min_size=10, samples_per_insert=2, max_debt=8),
             counts(live=13, samples=1),
             3,
-            "11 samples would be owed after 3 more items, above max_debt=8: an insert waits until 3 more items are sampled",
+            "11 samples would be owed after 3 more items, above max_debt=8: an insert waits until 3 more items "
+            "are sampled",
             "samples",
         ),
         (
             Flow(samples_per_insert=0.5, max_debt=1.2),
             counts(live=2),
             1,
-            "1.5 samples would be owed after 1 more items, above max_debt=1.2: an insert waits until 1 more item is sampled",
+            "1.5 samples would be owed after 1 more items, above max_debt=1.2: an insert waits until 1 more "
+            "item is sampled",
             "samples",
         ),
         (
             Flow(admission="block"),
             FULL,
             4,
-            "97 items are stored and 4 more would go above the capacity of 100: an insert waits until at most 96 are left",
+            "97 items are stored and 4 more would go above the capacity of 100: an insert waits until at most "
+            "96 are left",
             "space",
         ),
         (
             Flow(admission="block"),
             FULL._replace(consuming=False),
             4,
-            "97 items are stored and 4 more would go above the capacity of 100: an insert waits until at most 96 are left; "
+            "97 items are stored and 4 more would go above the capacity of 100: an insert waits until at most "
+            "96 are left; "
             "this buffer never consumes, so only empty() frees space",
             "space",
         ),
@@ -331,7 +337,8 @@ FULL = counts(live=97, evictable=False, consuming=True)
             Flow(admission="raise", high_watermark=98),
             FULL,
             2,
-            "97 items are stored and 2 more would go above high_watermark=98: an insert waits until at most 96 are left",
+            "97 items are stored and 2 more would go above high_watermark=98: an insert waits until at most 96 "
+            "are left",
             "space",
         ),
         (
@@ -346,7 +353,8 @@ FULL = counts(live=97, evictable=False, consuming=True)
             Flow(admission="block", low_watermark=20),
             FULL._replace(live=30, under_pressure=True),
             2,
-            "30 items are stored after the capacity of 100 was reached: an insert waits until at most low_watermark=20 are "
+            "30 items are stored after the capacity of 100 was reached: an insert waits until at most "
+            "low_watermark=20 are "
             "left",
             "space",
         ),
@@ -408,7 +416,8 @@ def sampled(flow: Flow, state: Counts, n: int, distinct: bool) -> Counts | None:
 
 
 def search(flow: Flow, state: Counts, batch: int, insert: int, distinct: bool) -> tuple[Counts | None, bool]:
-    """Every order of inserts and samples: a state in which both wait for ever, if there is one, and was anything sampled?"""
+    """Every order of inserts and samples: a state in which both wait for ever, if there is one, and was "
+    "anything sampled?"""
     rate, capacity = Fraction(flow.rate_above, flow.rate_below), state.capacity
     far = 10 * batch + 3 * math.ceil(rate * capacity) + 10  # more debt than that holds nobody back
 
@@ -573,7 +582,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             64,
             10,
             1,
-            "producers stop at 50 items (high_watermark=50) with inserts of 10, and a sample of 64 distinct items needs as "
+            "producers stop at 50 items (high_watermark=50) with inserts of 10, and a sample of 64 distinct "
+            "items needs as "
             "many",
         ),
         (
@@ -583,7 +593,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             32,
             0,
             None,
-            "producers stop at 100 items (a capacity of 100), which allows 5 samples: a sample of 32 could never proceed. "
+            "producers stop at 100 items (a capacity of 100), which allows 5 samples: a sample of 32 could "
+            "never proceed. "
             "Lower min_size, or raise the capacity",
         ),
         (
@@ -593,7 +604,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             32,
             0,
             None,
-            "producers stop after 4 items (max_debt=16), which allows 16 samples: a sample of 32 could never proceed. Raise "
+            "producers stop after 4 items (max_debt=16), which allows 16 samples: a sample of 32 could never "
+            "proceed. Raise "
             "max_debt=16, or lower batch_size",
         ),
         (
@@ -603,7 +615,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             100,
             1,
             None,
-            "producers stop after 10 items (max_debt=100) with inserts of 1, and a sample of 100 distinct items needs as many",
+            "producers stop after 10 items (max_debt=100) with inserts of 1, and a sample of 100 distinct "
+            "items needs as many",
         ),
         (
             Flow(samples_per_insert=1, max_debt=7),
@@ -612,7 +625,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             6,
             4,
             None,
-            "max_debt=7 is too small for inserts of 4 and samples of 6 at samples_per_insert=1: at 4 samples owed, a sample of "
+            "max_debt=7 is too small for inserts of 4 and samples of 6 at samples_per_insert=1: at 4 samples "
+            "owed, a sample of "
             "6 waits for an insert, which would leave 8 owed. Raise max_debt to at least 8",
         ),
         (
@@ -631,7 +645,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             6,
             4,
             2,
-            "samples_per_insert=3 is more than the 2 samples after which an item leaves: the debt grows beyond max_debt=100",
+            "samples_per_insert=3 is more than the 2 samples after which an item leaves: the debt grows beyond "
+            "max_debt=100",
         ),
         (
             Flow(admission="block"),
@@ -644,21 +659,21 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
         ),
         (
             Flow(admission="block"),
-            11,
+            9,
             True,
             7,
-            6,
+            4,
             1,
-            "inserts of 6 and samples of 7 come to rest at 6 items, where a capacity of 11 hold",
+            "inserts of 4 and samples of 7 come to rest at 6 items, where a capacity of 9 hold",
         ),
         (
-            Flow(admission="block", high_watermark=80, low_watermark=20),
+            Flow(admission="block", high_watermark=80, low_watermark=10),
             100,
             True,
             32,
             10,
             1,
-            "come to rest at 30 items, where high_watermark=80 and low_watermark=20 hold",
+            "come to rest at 16 items, where high_watermark=80 and low_watermark=10 hold",
         ),
         (
             Flow(samples_per_insert=1, max_debt=100),
@@ -676,7 +691,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
             2,
             17,
             1,
-            "at 17 items written producers wait until at most 1 are left, and samples_per_insert=2 with min_size=16 holds "
+            "at 17 items written producers wait until at most 1 are left, and samples_per_insert=2 with "
+            "min_size=16 holds "
             "samples of 2 back at 15",
         ),
     ],

@@ -60,7 +60,7 @@ def test_a_batch_holds_the_items_and_where_they_came_from() -> None:
     assert torch.equal(batch["next", "reward"][:, 0].long(), batch["generation"])
     assert torch.equal(batch["observation"] + 1, batch["next", "observation"])
     data, info = rb.sample(8, return_info=True)
-    assert "index" not in data.keys()
+    assert "index" not in set(data.keys())
     assert set(info.keys()) == {"index", "generation"}
 
 

@@ -1,4 +1,5 @@
-"""SIGKILL at random instants and at named steps. The longer runs: ``python tests/replay/stress.py METHOD MODE KILLS``."""
+"""SIGKILL at random instants and at named steps. The longer runs: ``python tests/replay/stress.py METHOD MODE
+KILLS``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ KILLS = [
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("method", "mode", "kills"), KILLS, ids=lambda value: str(value))
 def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: str, kills: int) -> None:
-    """proc-1: none torn, the counters add up, nobody waits longer than 1 s, each item is delivered as often as promised."""
+    """proc-1: none torn, the counters add up, nobody waits longer than 1 s, each item is delivered as often as
+    promised."""
     result = stress.run(method, mode, kills, seed=len(mode) + kills)
     assert result["problems"] == []
     assert result["kills"] == kills

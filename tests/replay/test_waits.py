@@ -230,9 +230,8 @@ def test_the_debt_holds_producers_back() -> None:
 def test_a_band_that_must_deadlock_is_refused_with_its_numbers() -> None:
     """flow-7: as soon as both sizes are known."""
     rb = RateLimitedReplayBuffer(1000, samples_per_insert=1.0, max_debt=19, batch_size=16)
+    rb.extend(numbers(6), timeout=0)
     with pytest.raises(Unsatisfiable, match=r"max_debt=19.*inserts of 6 and samples of 16.*at least 20"):
-        for _ in range(3):
-            rb.extend(numbers(6), timeout=0)
         rb.sample()
     rb = RateLimitedReplayBuffer(1000, samples_per_insert=1.0, max_debt=20, batch_size=16)
     for _ in range(100):

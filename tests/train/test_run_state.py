@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -71,22 +69,22 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_nothing_else(tmp_path:
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path: Path):
     """ckpt-2"""
-    script = (
-        "import sys, time, pathlib\n"
-        "from millpond.train.run_state import Checkpoints\n"
-        "def write(folder):\n"
-        "    (folder / 'algorithm.pt').write_text('half')\n"
-        "    print('ready', flush=True)\n"
-        "    time.sleep(60)\n"
-        "Checkpoints(pathlib.Path(sys.argv[1])).save(frames=6, updates=6, state={}, write=write)\n"
-    )
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 5)
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait(timeout=10)
+    ready = multiprocessing.get_context("fork").Event()
+
+    def write(folder: Path) -> None:
+        (folder / "algorithm.pt").write_text("half")
+        ready.set()
+        time.sleep(60)
+
+    arguments = {"frames": 6, "updates": 6, "state": {}, "write": write}
+    child = multiprocessing.get_context("fork").Process(target=checkpoints.save, kwargs=arguments)
+    child.start()
+    assert ready.wait(60)
+    child.kill()
+    child.join(10)
+    child.close()
     assert len(list(tmp_path.iterdir())) == 2  # the torn one is there, under a name that nobody reads
     assert read_checkpoint(checkpoints.latest())["frames"] == 5
     save(checkpoints, 7)

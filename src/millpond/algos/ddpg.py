@@ -1,7 +1,7 @@
 """Deep Deterministic Policy Gradient: a deterministic policy, one critic, Gaussian noise for exploration.
 
-Source: Lillicrap et al., "Continuous control with deep reinforcement learning", 2015 (arXiv:1509.02971). Read from top to
-bottom: settings, the update.
+Source: Lillicrap et al., "Continuous control with deep reinforcement learning", 2015 (arXiv:1509.02971). Read from top
+to bottom: settings, the update.
 
 Where this differs from the paper:
 
@@ -122,7 +122,8 @@ class DDPG:
 
     def _q(self, critic: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """The critic on actions in ``[-1, 1]``: ``[B]``."""
-        return critic(torch.cat([observation, action], -1), frozen=frozen).squeeze(-1)
+        q: Tensor = critic(torch.cat([observation, action], -1), frozen=frozen)
+        return q.squeeze(-1)
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -149,7 +150,11 @@ class DDPG:
         return save_state(self._tensors(), self._generators(), steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue bit for bit from ``state_dict()``. Raises CheckpointError, with nothing loaded, if it does not fit."""
+        """Continue bit for bit from ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is another algorithm's, or of other network sizes. Nothing was loaded.
+        """
         self.steps = load_state(state, self._tensors(), self._generators())
 
     def _tensors(self) -> dict[str, Tensor]:

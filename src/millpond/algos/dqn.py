@@ -6,9 +6,11 @@ Reinforcement Learning with Double Q-learning", 2016 (arXiv:1509.06461). Read fr
 Where this differs from the papers:
 
 * The target network moves by ``tau`` in each update (Polyak averaging) in place of a copy every few thousand. For the
-  papers' manner set ``tau`` to 1 and ``target_interval`` to the number of updates between copies.
+  papers' manner set ``tau`` to 1 and ``target_interval`` to the number of updates between copies. Either way values
+  reach about ``tau · updates / target_interval`` steps ahead: too few, and the policy cannot see further than that.
 * The optimizer is Adam, not RMSProp, and the observation is a vector, not a stack of images.
-* The loss is Huber's, which is what clipping the error to [-1, 1] in the Nature paper amounts to.
+* The loss is the squared error, not clipped to a linear one. With a reward of one per step a value is near 100, and so
+  is the error at the end of an episode; clipped to 1 the rare end is nearly invisible, and policies drift into it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.nn.functional import smooth_l1_loss
 
 from millpond.algos.exploration import EpsilonGreedy, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
@@ -90,7 +91,7 @@ class DQN:
 
         Returns detached scalars, and ``td_error [B]``, the absolute error of each item:
 
-        * ``loss/q``: Huber loss of the errors.
+        * ``loss/q``: mean squared error.
         * ``value/q``: mean value of the actions taken; ``value/target``: mean of what the values should be.
         * ``policy/epsilon``: how often the policy acts at random.
 
@@ -119,7 +120,7 @@ class DQN:
     @torch.no_grad()
     def _target(self, t: Transitions) -> Tensor:
         """r + γ·Q′(s′, a′), where a′ is the best action by Q (double) or by Q′: ``[B]``."""
-        values = self.target_network(t.next_observation)
+        values: Tensor = self.target_network(t.next_observation)
         if self.config.double:
             best = self.network(t.next_observation).argmax(-1, keepdim=True)
             next_value = values.gather(-1, best).squeeze(-1)
@@ -153,7 +154,11 @@ class DQN:
         return save_state(self._tensors(), self._generators(), steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue bit for bit from ``state_dict()``. Raises CheckpointError, with nothing loaded, if it does not fit."""
+        """Continue bit for bit from ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is another algorithm's, or of other network sizes. Nothing was loaded.
+        """
         self.steps = load_state(state, self._tensors(), self._generators())
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class Policy(nn.Module):
 
     exploration: Exploration
 
-    def __init__(self, spec: EnvSpec, network: nn.Module, exploration: nn.Module, *, exploring: bool = True) -> None:
+    def __init__(self, spec: EnvSpec, network: nn.Module, exploration: Exploration, *, exploring: bool = True) -> None:
         super().__init__()
         self.spec = spec
         self.exploring = exploring
@@ -51,7 +51,6 @@ class Policy(nn.Module):
 
     def evaluation(self) -> Policy:
         """The same weights and buffers (shared, not copied), never exploring."""
-        assert isinstance(self.exploration, nn.Module)
         return Policy(self.spec, self.network, self.exploration, exploring=False)
 
     def reseed(self, seed: int) -> None:

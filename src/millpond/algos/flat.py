@@ -16,11 +16,11 @@ from millpond.core.errors import CheckpointError, InvalidArgument
 
 
 class FlatParameters:
-    """Moves ``parameters`` into one contiguous float32 tensor, in order; they become views of it, and so do their gradients.
+    """Moves ``parameters`` into one contiguous float32 tensor, in order; they become views of it, and so do gradients.
 
-    ``values`` and ``gradients`` are that tensor and its gradient, both ``[n]``. Autograd accumulates into ``gradients``;
-    in-place writes to ``values`` are seen by the network, and the other way round. Moving the module afterwards
-    (``module.to(...)``) would cut the views: build it where it shall live.
+    ``values`` and ``gradients`` are that tensor and its gradient, both ``[n]``. Autograd accumulates into
+    ``gradients``; in-place writes to ``values`` are seen by the network, and the other way round. Moving the module
+    afterwards (``module.to(...)``) would cut the views: build it where it shall live.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -39,7 +39,7 @@ class FlatParameters:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero and, should somebody have replaced them (``module.zero_grad()``), attach them again."""
+        """Set all gradients to zero, and attach them again should somebody have replaced them."""
         self.gradients.zero_()
         for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
             parameter.grad = view
@@ -72,6 +72,8 @@ class FlatAdam(FlatParameters):
 
     def step(self) -> None:
         self._adam.step()
+        # An autocast context around many updates would go on using its half-precision copies of the old weights.
+        torch.clear_autocast_cache()
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The live tensors that a checkpoint needs, by names that start with ``name``."""

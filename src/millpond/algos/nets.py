@@ -1,13 +1,15 @@
 """Multi-layer perceptrons, alone or several side by side, and the scaling of actions.
 
 Weights are stored ``[in, out]`` and networks that always run together are stacked ``[copies, in, out]``, so that one
-``baddbmm`` evaluates both critics. Initial numbers come from a generator that the caller owns, never from the global one.
+``baddbmm`` evaluates both critics. Initial numbers come from a generator that the caller owns, never from the global
+one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from tensordict import TensorDictBase
@@ -20,7 +22,7 @@ from millpond.core.spec import BoxAction, EnvSpec
 class MLP(nn.Module):
     """ReLU layers and a linear last one, on ``[B, in]``: to ``[B, out]``, or to ``[copies, B, out]`` with ``copies``.
 
-    The answer is float32 also under autocast, so that arithmetic on it (discounts, log-probabilities) keeps its precision.
+    The answer is float32 also under autocast, so that arithmetic on it (discounts, log-probabilities) stays precise.
     Weights and biases start uniform in ±1/√in, PyTorch's own default for linear layers.
     """
 
@@ -31,7 +33,7 @@ class MLP(nn.Module):
         self.copies = copies
         self.tanh_output = tanh_output
         self._layers: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for number, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for number, (fan_in, fan_out) in enumerate(pairwise(sizes)):
             weight_shape = (fan_in, fan_out) if copies is None else (copies, fan_in, fan_out)
             bias_shape = (fan_out,) if copies is None else (copies, 1, fan_out)
             weight = _uniform(weight_shape, 1 / math.sqrt(fan_in), generator)
@@ -86,7 +88,7 @@ class ActionScale(nn.Module):
         return (action - self.center) / self.half_range
 
     def log_volume(self) -> float:
-        """Σ log(half range). A density in ``[-1, 1]`` units has this subtracted from its log in the environment's units."""
+        """Σ log(half range): what a log-density over ``[-1, 1]`` loses in the units of the environment."""
         return float(self.half_range.log().sum())
 
 

@@ -178,7 +178,8 @@ class SAC:
 
     def _q(self, critics: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """Both critics on actions in ``[-1, 1]``: ``[2, B]``."""
-        return critics(torch.cat([observation, action], -1), frozen=frozen).squeeze(-1)
+        q: Tensor = critics(torch.cat([observation, action], -1), frozen=frozen)
+        return q.squeeze(-1)
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -205,7 +206,11 @@ class SAC:
         return save_state(self._tensors(), self._generators(), steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue bit for bit from ``state_dict()``. Raises CheckpointError, with nothing loaded, if it does not fit."""
+        """Continue bit for bit from ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is another algorithm's, or of other network sizes. Nothing was loaded.
+        """
         self.steps = load_state(state, self._tensors(), self._generators())
 
     def _tensors(self) -> dict[str, Tensor]:

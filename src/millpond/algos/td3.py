@@ -1,7 +1,7 @@
 """Twin Delayed DDPG: two critics, a smoothed target action, and an actor that is updated less often.
 
-Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", 2018 (arXiv:1802.09477). Read
-from top to bottom: settings, the update.
+Source: Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", 2018 (arXiv:1802.09477).
+Read from top to bottom: settings, the update.
 
 Where this differs from the paper:
 
@@ -137,7 +137,8 @@ class TD3:
 
     def _q(self, critics: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """Both critics on actions in ``[-1, 1]``: ``[2, B]``."""
-        return critics(torch.cat([observation, action], -1), frozen=frozen).squeeze(-1)
+        q: Tensor = critics(torch.cat([observation, action], -1), frozen=frozen)
+        return q.squeeze(-1)
 
     @torch.no_grad()
     def _apply(self, actor_too: bool) -> None:
@@ -167,7 +168,11 @@ class TD3:
         return save_state(self._tensors(), self._generators(), steps=self.steps)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue bit for bit from ``state_dict()``. Raises CheckpointError, with nothing loaded, if it does not fit."""
+        """Continue bit for bit from ``state_dict()``.
+
+        Raises:
+            CheckpointError: it is another algorithm's, or of other network sizes. Nothing was loaded.
+        """
         self.steps = load_state(state, self._tensors(), self._generators())
 
     def _tensors(self) -> dict[str, Tensor]:

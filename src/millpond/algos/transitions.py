@@ -63,7 +63,7 @@ def read_transitions(batch: TensorDictBase, *, spec: EnvSpec, gamma: float) -> T
 
 def field(batch: TensorDictBase, key: str | tuple[str, ...]) -> Tensor:
     """``batch[key]``, or an InvalidArgument that lists what is there."""
-    value = batch.get(key, None)
+    value: Tensor | None = batch.get(key, None)
     if value is None:
         there = sorted(str(name) for name in batch.keys(include_nested=True, leaves_only=True))
         raise InvalidArgument(f"the batch has no field {key!r}, only {there}")

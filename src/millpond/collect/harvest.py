@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.supervisor import Delivery, Supervisor
+from millpond.core.errors import BufferClosed
 
 _SLICE_S = 0.1
 
@@ -117,7 +118,7 @@ class Rounds:
         return batch if self._replay is None else None
 
     def _begin(self) -> None:
-        raise_failure(self._supervisor)
+        refuse_ended(self._supervisor)
         for worker, seat in enumerate(self._supervisor.seats):
             span = self._budget.reserve_span(self._frames, worker=seat.line, multiple_of=self._multiple)
             if span.frames:
@@ -129,7 +130,7 @@ class Rounds:
     def _gather(self) -> TensorDict:
         batches: dict[int, TensorDict] = {}
         while len(batches) < len(self._reserved):
-            raise_failure(self._supervisor)
+            refuse_ended(self._supervisor)
             try:
                 delivery = self._supervisor.deliveries.get(timeout=_SLICE_S)
             except queue.Empty:
@@ -156,6 +157,13 @@ class Stopped:
         return self._supervisor.stopping
 
 
+def refuse_ended(supervisor: Supervisor) -> None:
+    """Raises WorkerFailed if a worker raised, or too many died; BufferClosed if the collector is being closed."""
+    raise_failure(supervisor)
+    if supervisor.stopping:
+        raise BufferClosed("this collector was closed")
+
+
 def raise_failure(supervisor: Supervisor) -> None:
     """Raises WorkerFailed if a worker raised, or too many died."""
     if supervisor.failure is not None:
@@ -163,6 +171,6 @@ def raise_failure(supervisor: Supervisor) -> None:
 
 
 def over(supervisor: Supervisor, budget: FrameBudget) -> bool:
-    """Everything is collected, or nobody is left to collect. Raises WorkerFailed if that is so by mishap."""
-    raise_failure(supervisor)
+    """Everything is collected, or nobody is left to collect. Raises what ``refuse_ended`` raises."""
+    refuse_ended(supervisor)
     return budget.finished or supervisor.ended

@@ -77,23 +77,33 @@ class Lane:
         """
         frames, batch = self.granted, self._made
         assert batch is not None
-        last = replay.receipt(self.line)
-        if self._receipt not in (None, last):
-            raise InvalidArgument(f"another collector writes to this buffer on line {self.line}; share one FrameBudget")
-        self.budget.intend(self.line, frames=frames, receipt=last + 1)
+        how: dict[str, Any] = {"timeout": timeout, "cancel_event": cancel_event}
+        number = self._intend(replay, frames)
+        if number:
+            how["receipt"] = (self.line, number)
         try:
-            slots = replay.extend(batch, timeout=timeout, cancel_event=cancel_event, receipt=(self.line, last + 1))
+            slots = replay.extend(batch, **how)
         except BaseException:
-            if replay.receipt(self.line) == last + 1:  # an interrupt came after the write
-                self._count(frames, last + 1)
+            if number and replay.receipt(self.line) == number:  # an interrupt came after the write
+                self._written(number)
             raise
         if slots.numel() == 0:
             self.dropped += frames
             self.budget.refund(self.line, frames=frames)
             self.handed_over()
             return 0
-        self._count(frames, last + 1)
+        self._written(number)
         return frames
+
+    def _intend(self, replay: Any, frames: int) -> int:
+        """Note what is about to be written; the number of its receipt, 0 where the buffer gives none."""
+        if not hasattr(replay, "receipt"):
+            return 0
+        last: int = replay.receipt(self.line)
+        if self._receipt not in (None, last):
+            raise InvalidArgument(f"another collector writes to this buffer on line {self.line}; share one FrameBudget")
+        self.budget.intend(self.line, frames=frames, receipt=last + 1)
+        return last + 1
 
     def offer(self, replay: Any, *, cancel_event: CancelEvent, stopping: Callable[[], bool]) -> int | None:
         """Write the batch, unless ``cancel_event`` cuts that off; then None, and the batch is kept.
@@ -107,7 +117,7 @@ class Lane:
                 return self.write(replay, timeout=0.0)
         return None
 
-    def _count(self, frames: int, receipt: int) -> None:
+    def _written(self, receipt: int) -> None:
         self._receipt = receipt
         self.settle()
 

@@ -85,6 +85,8 @@ class MultiCollector:
         if start_method == "forkserver":  # no effect on a fork server that runs already
             set_forkserver_preload(_PRELOAD)
         if replay is not None and not sync:
+            if not hasattr(replay, "receipt"):
+                raise InvalidArgument(f"worker processes cannot count what they write into a {type(replay).__name__}")
             replay.share()
         self.budget, self._owns_budget = budget or FrameBudget(total_frames), budget is None
         duty: Duty = "obey" if sync else "hand_over" if replay is None else "write"

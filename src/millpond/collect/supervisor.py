@@ -27,6 +27,7 @@ from millpond.shm import identity
 
 logger = logging.getLogger("millpond.collect")
 _LOOK_S = 0.5  # how often what cannot notify is looked at
+_NEVER_BEGAN = "ended before it could begin"
 _KILL_S = 2.0  # how long the kernel may take to end a killed process
 
 
@@ -139,23 +140,18 @@ class Supervisor:
     def stop(self, grace_s: float) -> None:
         """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
         self._roster.stop()
-        if self._thread.ident is None:
-            self._close_wake()
+        self_stopped = threading.current_thread() is self._thread  # the garbage collector may run anywhere
+        if self_stopped or self._thread.ident is None:
+            self._stopping.set()
             return
-        end = time.monotonic() + grace_s
         with self.changed:
-            self.changed.wait_for(lambda: self.ended, timeout=max(0.0, end - time.monotonic()))
+            self.changed.wait_for(lambda: self.ended, timeout=grace_s)
         self._stopping.set()
-        self._wake_write.send(None)
+        with contextlib.suppress(OSError):  # the thread may have ended
+            self._wake_write.send(None)
         self._thread.join(_KILL_S * 2)
         if self._thread.is_alive():  # it is starting a process, which cannot be cut short; it ends it when it has it
             logger.warning("a worker is still being started; it will be ended as soon as it is there")
-        else:
-            self._close_wake()
-
-    def _close_wake(self) -> None:
-        self._wake_read.close()
-        self._wake_write.close()
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
@@ -177,6 +173,8 @@ class Supervisor:
                 except BaseException as problem:  # noqa: BLE001  # the other seats must be cleared too
                     self._fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
                 self._end(seat)
+            self._wake_read.close()
+            self._wake_write.close()
 
     def _fill(self, seat: Seat) -> None:
         """Start a process for this seat."""
@@ -258,6 +256,10 @@ class Supervisor:
             return
         seat.deaths.append(reason)
         total = self.restarts
+        if reason == _NEVER_BEGAN:  # the next one would not either
+            self._fail(f"worker {seat.worker} {reason}; what it wrote to the standard error stream tells why")
+            self._end(seat)
+            return
         if total > self._max_restarts:
             self._fail(f"worker {seat.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
             self._end(seat)
@@ -269,9 +271,9 @@ class Supervisor:
         """Make sure that nobody is in this seat, and that its frames are counted. Why it died; None: it ended well."""
         if seat.process is None:
             return None
-        code = self._kill(seat)
+        code, began = self._kill(seat), self._lives(seat) is not None
         self._listen(seat)
-        for delivery in seat.posted:
+        for delivery in seat.posted if not self._stopping.is_set() else ():  # else nobody will take them
             delivery.settle(count=self._reclaims)
         if self._reclaims:
             self._budget.reclaim(seat.line, receipt=self._receipt(seat.line))
@@ -283,6 +285,8 @@ class Supervisor:
         if self.failure is not None or (code == 0 and line.state == FINISHED):
             return None
         line.state = DEAD
+        if code > 0 and not began:
+            return _NEVER_BEGAN
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _end(self, seat: Seat) -> None:

@@ -52,6 +52,11 @@ class Dynamics(Protocol):
     def close(self) -> None: ...
 
 
+def render_modes(dynamics: Dynamics) -> tuple[str | None, ...]:
+    """The render modes of an environment with these dynamics; None is no pictures."""
+    return (None, "rgb_array") if dynamics.can_render else (None,)
+
+
 class BatchedEnv(VectorEnv[Array, Array, Array]):
     """A vector environment whose environments move together.
 
@@ -73,23 +78,22 @@ class BatchedEnv(VectorEnv[Array, Array, Array]):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         render_mode: str | None = None,
     ) -> None:
-        self.dynamics = dynamics  # first, so that it is closed whatever is raised
+        self.dynamics, self.num_envs = dynamics, dynamics.num_envs  # first, so that it is closed whatever is raised
         if max_episode_steps is not None and max_episode_steps < 1:
             raise InvalidArgument(f"max_episode_steps must be at least 1, or None, not {max_episode_steps}")
-        if render_mode not in ((None, "rgb_array") if dynamics.can_render else (None,)):
-            raise InvalidArgument(f"render_mode {render_mode!r}: this environment has none such")
+        if render_mode not in render_modes(dynamics):
+            raise InvalidArgument(f"render_mode {render_mode!r}: must be one of {render_modes(dynamics)}")
         try:
             self.autoreset_mode = AutoresetMode(autoreset_mode)
         except ValueError as problem:
             choices = [mode.value for mode in AutoresetMode]
             raise InvalidArgument(f"autoreset_mode {autoreset_mode!r}: must be one of {choices}") from problem
-        self.num_envs = dynamics.num_envs
         self.single_observation_space = dynamics.observation_space
         self.single_action_space = dynamics.action_space
         self.max_episode_steps = max_episode_steps
         self.render_mode = render_mode
         self.metadata = {
-            "render_modes": ["rgb_array"] if dynamics.can_render else [],
+            "render_modes": [mode for mode in render_modes(dynamics) if mode],
             "render_fps": dynamics.render_fps,
             "autoreset_mode": self.autoreset_mode,
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 
-from millpond.envs.batched import BatchedEnv
+from millpond.envs.batched import BatchedEnv, render_modes
 
 MUJOCO_IDS = frozenset(
     f"{name}-v5"
@@ -36,7 +36,7 @@ def make_batched(env_id: str, num_envs: int, **kwargs: Any) -> BatchedEnv | None
     limit = kwargs.pop("max_episode_steps", gymnasium.spec(env_id).max_episode_steps)
     vector = {name: kwargs.pop(name) for name in _VECTOR if name in kwargs}
     dynamics = _mujoco(env_id, num_envs, kwargs) if env_id in MUJOCO_IDS else _classic(env_id, num_envs, kwargs)
-    if dynamics is None or (vector.get("render_mode") is not None and not dynamics.can_render):
+    if dynamics is None or vector.get("render_mode") not in render_modes(dynamics):
         return None
     made = BatchedEnv(dynamics, max_episode_steps=limit, **vector)
     made.spec = gymnasium.spec(env_id)

@@ -79,6 +79,48 @@ class Moments:
         return self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
 
 
+class _Block:
+    """The mapped memory: a lock, a few words, and two records of which ``COMMIT`` names the one in force."""
+
+    def __init__(self, path: Path) -> None:
+        memory = map_file(path / "block")
+        self.path = path
+        self.mutex, _ = make_lock(memory, create=False, path=path / "lock")
+        self.words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
+        self.size = self.words[_SIZE]
+        self.records = np.frombuffer(memory, np.float64, offset=_RECORDS).reshape(2, 1 + 2 * self.size)
+
+    @classmethod
+    def create(cls, size: int) -> _Block:
+        path = make_directory("statistics")
+        try:
+            memory = allocate(path / "block", _RECORDS + 2 * 8 * (1 + 2 * size))
+            make_lock(memory, create=True, path=path / "lock")
+            words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
+            words[_OWNER], words[_SIZE] = os.getpid(), size
+            return cls(path)
+        except BaseException:
+            remove_directory(path)
+            raise
+
+    def read(self) -> Moments:
+        """Under the lock, as ``write``."""
+        record, size = self.records[self.words[_COMMIT] & 1], self.size
+        whole = np.empty_like(record)
+        for at in range(0, len(record), _SHORT):
+            whole[at : at + _SHORT] = record[at : at + _SHORT]
+        return Moments(int(whole[0]), whole[1 : 1 + size], whole[1 + size :])
+
+    def write(self, moments: Moments) -> None:
+        commit = self.words[_COMMIT] + 1
+        record, size = self.records[commit & 1], self.size
+        record[0] = moments.count
+        for target, values in ((record[1 : 1 + size], moments.mean), (record[1 + size :], moments.squares)):
+            for at in range(0, size, _SHORT):
+                target[at : at + _SHORT] = values[at : at + _SHORT]
+        self.words[_COMMIT] = commit  # one store: from here on the other record is in force
+
+
 class RunningStatistics:
     """Count, mean and variance of every vector of ``size`` numbers that any process has passed to ``update``.
 
@@ -97,25 +139,15 @@ class RunningStatistics:
     def __init__(self, size: int) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
-        path = make_directory("statistics")
-        self._remover = weakref.finalize(self, _remove, path, os.getpid())
-        memory = allocate(path / "block", _RECORDS + 2 * 8 * (1 + 2 * size))
-        make_lock(memory, create=True, path=path / "lock")
-        words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
-        words[_OWNER], words[_SIZE] = os.getpid(), size
-        self._attach(path)
+        self._attach(_Block.create(size))
+        self._remover = weakref.finalize(self, _remove, self.path, os.getpid())
 
-    def _attach(self, path: Path) -> None:
-        memory = map_file(path / "block")
-        self.path = path
-        self._mutex, _ = make_lock(memory, create=False, path=path / "lock")
-        self._words = memoryview(memory)[_WORDS:_RECORDS].cast("Q")
-        self.size = self._words[_SIZE]
-        self._records = np.frombuffer(memory, np.float64, offset=_RECORDS).reshape(2, 1 + 2 * self.size)
-        self._closed = False
+    def _attach(self, block: _Block) -> None:
+        self.path, self.size = block.path, block.size
+        self._block: _Block | None = block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._check()
+        self._open()
         return _attached, (os.fspath(self.path),)
 
     def update(self, vectors: npt.ArrayLike) -> Moments:
@@ -134,41 +166,23 @@ class RunningStatistics:
         """Take in what was counted elsewhere; what is known after it. Raises like ``update``."""
         if moments.mean.shape != (self.size,) or moments.squares.shape != (self.size,):
             raise InvalidArgument(f"moments of vectors of shape {moments.mean.shape}, not ({self.size},)")
-        self._check()
+        block = self._open()
         try:
-            self._mutex.lock()
-            known = self._read().merged(moments)
-            self._write(known)
+            block.mutex.lock()
+            known = block.read().merged(moments)
+            block.write(known)
         finally:
-            self._mutex.unlock()
+            block.mutex.unlock()
         return known
 
     def moments(self) -> Moments:
         """What is known now."""
-        self._check()
+        block = self._open()
         try:
-            self._mutex.lock()
-            return self._read()
+            block.mutex.lock()
+            return block.read()
         finally:
-            self._mutex.unlock()
-
-    def _read(self) -> Moments:
-        """Under the lock, as the next. The record in force is never written to, so it may be read in parts."""
-        record = self._records[self._words[_COMMIT] & 1]
-        whole = np.empty_like(record)
-        for at in range(0, len(record), _SHORT):
-            whole[at : at + _SHORT] = record[at : at + _SHORT]
-        return Moments(int(whole[0]), whole[1 : 1 + self.size], whole[1 + self.size :])
-
-    def _write(self, moments: Moments) -> None:
-        commit = self._words[_COMMIT] + 1
-        record = self._records[commit & 1]
-        record[0] = moments.count
-        for at in range(0, self.size, _SHORT):
-            part = slice(at, min(at + _SHORT, self.size))
-            record[1:][part] = moments.mean[part]
-            record[1 + self.size :][part] = moments.squares[part]
-        self._words[_COMMIT] = commit  # one store: from here on the other record is in force
+            block.mutex.unlock()
 
     @property
     def count(self) -> int:
@@ -188,26 +202,27 @@ class RunningStatistics:
         """
         if set(state) != {"count", "mean", "squares"}:
             raise InvalidArgument(f"no state of running statistics: {sorted(state)}")
-        mean, squares = (np.array(state[name], np.float64) for name in ("mean", "squares"))
+        mean, squares = (torch.as_tensor(state[name], dtype=torch.float64).numpy() for name in ("mean", "squares"))
         if mean.shape != (self.size,) or squares.shape != (self.size,):
             raise InvalidArgument(f"the state is of vectors of shape {mean.shape}, not ({self.size},)")
-        self._check()
+        block = self._open()
         try:
-            self._mutex.lock()
-            self._write(Moments(int(state["count"]), mean, squares))
+            block.mutex.lock()
+            block.write(Moments(int(state["count"]), mean, squares))
         finally:
-            self._mutex.unlock()
+            block.mutex.unlock()
 
-    def _check(self) -> None:
-        if self._closed or self._words[_CLOSED]:
+    def _open(self) -> _Block:
+        if self._block is None or self._block.words[_CLOSED]:
             raise BufferClosed(f"the running statistics {self.path.name} were closed")
+        return self._block
 
     def close(self) -> None:
         """Detach; in the process that made it also close it for everybody and remove it. Closing twice is fine."""
-        if not self._closed and self._remover is not None and os.getpid() == self._words[_OWNER]:
-            self._words[_CLOSED] = 1
+        block, self._block = self._block, None
+        if block is not None and self._remover is not None and os.getpid() == block.words[_OWNER]:
+            block.words[_CLOSED] = 1
             self._remover()
-        self._closed = True
 
     def __enter__(self) -> RunningStatistics:
         return self
@@ -216,12 +231,12 @@ class RunningStatistics:
         self.close()
 
     def __repr__(self) -> str:
-        return f"RunningStatistics(size={self.size}{', closed' if self._closed else ''})"
+        return f"RunningStatistics(size={self.size}{', closed' if self._block is None else ''})"
 
 
 def _attached(path: str) -> RunningStatistics:
     statistics = RunningStatistics.__new__(RunningStatistics)
-    statistics._attach(Path(path))
+    statistics._attach(_Block(Path(path)))
     return statistics
 
 

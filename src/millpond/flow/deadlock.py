@@ -70,11 +70,10 @@ def unsatisfiable(
     else:
         known = flow.min_size == 0 or counts.write_count - counts.exempt_writes > flow.min_size
     case = _Case(flow, capacity, consuming, batch, insert if known else 0, counts)
-    reasons = [case.rates(deliveries), case.never_starts()]
-    if batch and case.insert:
-        reasons.append(case.debt())
-        if deliveries is not None or counts.consuming:
-            reasons.append(case.debt_of_evicted(deliveries) if evicts else case.fill(deliveries))
+    both = bool(batch and case.insert)
+    reasons = [case.rates(deliveries), case.debt() if both else None, case.never_starts()]
+    if both and (deliveries is not None or counts.consuming):
+        reasons.append(case.debt_of_evicted(deliveries) if evicts else case.fill(deliveries))
     return next((reason for reason in reasons if reason is not None), None)
 
 

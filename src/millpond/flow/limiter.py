@@ -102,9 +102,8 @@ def _why_no_sample(flow: Flow, counts: Counts, n: int, need: int) -> Block:
 
 def _why_no_insert(flow: Flow, counts: Counts, n: int) -> Block:
     if n > counts.capacity:
-        return Block(
-            f"an insert of {n} items never fits the capacity of {counts.capacity}, whoever waits until ever", "nobody"
-        )
+        reason = f"an insert of {n} items never fits: it waits until the capacity of {counts.capacity} is raised"
+        return Block(reason, "nobody")
     if flow.debt_limit is not None:
         rate = Fraction(flow.rate_above, flow.rate_below)
         limit = Fraction(flow.debt_limit, flow.rate_below)

@@ -118,9 +118,7 @@ class Flow:
         known = [f.name for f in fields(cls) if f.init]
         unknown = [key for key in data if key not in known]
         if unknown:
-            raise InvalidArgument(
-                f"unknown rules of a flow: {', '.join(map(repr, unknown))}; known are {', '.join(known)}"
-            )
+            raise InvalidArgument(f"a flow has no {', '.join(map(repr, unknown))}; it has {', '.join(known)}")
         return cls(**data)
 
 

@@ -123,7 +123,7 @@ class SampleStream:
                 if not wait:
                     raise NotReady(f"no batch of {self._batch_size} is ready; the thread waits for replay")
                 if left is not None and left <= 0:
-                    raise DeadlineExceeded(f"no batch of {self._batch_size} was ready in time; the thread waits for replay")
+                    raise DeadlineExceeded(f"no batch of {self._batch_size} in time; the thread waits for replay")
                 self._changed.wait(left if cancel_event is None else min(_SLICE_S, left or _SLICE_S))
 
     def _draw(self, *, wait: bool, timeout: float | None, cancel_event: CancelEvent | None) -> Any:

@@ -13,12 +13,13 @@ from millpond.core.schema import Schema
 from millpond.remote.failures import failed
 from millpond.remote.ledger import Ledger
 from millpond.remote.messages import Message
-from millpond.remote.packed import Packed, Side, run_of
+from millpond.remote.packed import Packed, Side
 from millpond.remote.parking import Call, Lot
 from millpond.remote.transfer import Incoming, Outgoing
 from millpond.replay.taking import Taken
 
 Notify = Callable[[int], None]
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Answers:
                 raise InvalidArgument(f"nobody here knows what {request.kind!r} is; is the client a newer millpond?")
         except DeadlineExceeded as error:
             return None if request.fields.get("wait") else failed(request.number, error)
-        except Exception as error:  # noqa: BLE001: whatever it is, it is the client's to see
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the client's to see
             return failed(request.number, error)
         return Message(answer.kind, request.number, answer.fields, answer.tensors)
 
@@ -133,7 +134,7 @@ class Answers:
     def _explained(self, request: Message) -> str:
         try:
             return self._packed.buffer.explain(request.fields["op"], request.fields["n"])
-        except Exception as error:  # noqa: BLE001: an explanation that fails must not hide that the call was withdrawn
+        except Exception as error:  # noqa: BLE001  # an explanation that fails must not hide that the call was withdrawn
             return str(error)
 
     # ------------------------------------------------------------------ what may have to wait
@@ -146,12 +147,7 @@ class Answers:
             receipt=None if receipt is None else (receipt[0], receipt[1]),
             exempt=fields["exempt"],
         )
-        if slots is None:
-            return _done(dropped=True)
-        start = run_of(slots, self._packed.buffer.capacity)
-        if start is None:
-            return Message("done", tensors={"slots": torch.from_numpy(slots)})
-        return _done(start=start, n=len(slots))
+        return Message("done", tensors={"slots": NO_SLOTS if slots is None else torch.from_numpy(slots)})
 
     def _sample(self, asked: Message) -> Message:
         fields = asked.fields

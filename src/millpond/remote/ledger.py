@@ -10,8 +10,8 @@ from millpond.remote.messages import Message
 
 
 class Ledger:
-    """A client repeats a request, under its number, where it cannot know whether it arrived: the answer is kept for that
-    until the client's requests say that it is ``settled``."""
+    """A client repeats a request, under its number, where it cannot know whether it arrived. For that the answer is
+    kept until the client's requests say that it is ``settled``."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -21,7 +21,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import BinaryIO, Literal
+from io import BufferedReader
+from typing import Literal
 
 from millpond.core.errors import PeerLost
 
@@ -33,7 +34,7 @@ _CLOSED, _WELCOME = 0, (1 << 64) - 1
 _NO_HEAD = b""
 
 End = Literal["closed", "lost"]
-Slot = queue.SimpleQueue[bytes | None]  # heads, b"" for "come and collect", None for "the line has ended"
+Slot = queue.SimpleQueue[bytes | bytearray | None]  # heads, b"" for "come and collect", None for "the line has ended"
 
 
 def _watch(connection: socket.socket) -> None:
@@ -71,7 +72,7 @@ class Line:
             self.local_host: str = self._socket.getsockname()[0]
         except OSError as problem:
             self._socket.close()
-            raise PeerLost(f"{address[0]}:{address[1]} answers, but is not the owner looked for: {problem}") from problem
+            raise PeerLost(f"{address[0]}:{address[1]} is not the owner that was looked for: {problem}") from problem
         self._listener = threading.Thread(target=self._listen, args=(stream,), name="millpond-line", daemon=True)
         self._listener.start()
 
@@ -95,7 +96,7 @@ class Line:
         """Nothing more is expected about it."""
         self._slots.pop(number, None)
 
-    def _listen(self, stream: BinaryIO) -> None:
+    def _listen(self, stream: BufferedReader) -> None:
         end: End = "lost"
         try:
             while True:
@@ -103,7 +104,7 @@ class Line:
                 if number == _CLOSED:
                     end = "closed"
                     break
-                head = _exactly(stream, nbytes) if nbytes else _NO_HEAD
+                head: bytes | bytearray = _exactly(stream, nbytes) if nbytes else _NO_HEAD
                 slot = self._slots.get(number)
                 if slot is not None:
                     slot.put(head)
@@ -159,7 +160,7 @@ class Exchange:
         host: str,
         *,
         came: Callable[[Caller], None],
-        serve: Callable[[Caller, bytes], None],
+        serve: Callable[[Caller, bytearray], None],
         left: Callable[[Caller], None],
     ) -> None:
         self.token = secrets.token_bytes(16)
@@ -195,7 +196,7 @@ class Exchange:
                 connection.settimeout(None)
             except OSError:
                 return
-            caller = Caller(connection, hello[16:])
+            caller = Caller(connection, bytes(hello[16:]))
             if not self._enter(caller):
                 return
             try:
@@ -236,8 +237,9 @@ class Exchange:
                 thread.join(timeout=5)
 
 
-def _exactly(stream: BinaryIO, nbytes: int) -> bytes:
-    data = stream.read(nbytes)
-    if len(data) < nbytes:
+def _exactly(stream: BufferedReader, nbytes: int) -> bytearray:
+    """Bytes that may be written to: tensors lie in them."""
+    data = bytearray(nbytes)
+    if stream.readinto(data) < nbytes:
         raise ConnectionError("the other side hung up")
     return data

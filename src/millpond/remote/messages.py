@@ -1,11 +1,12 @@
-"""What clients and owners say to each other: a few named values, and tensors as one run of bytes. Nothing is pickled.
+"""What clients and owners say to each other: a few named values, and tensors as they lie in memory. Nothing is pickled.
 
-A message travels as a *head* and a *payload*. The head is small::
+A message travels as a *head* and, where it is large, a *payload*. The head holds what is small::
 
-    "MPRM"  version (u32)  number (u64)  settled (u64)  bytes of the payload (u64)  then JSON: kind, fields, tensors
+    "MPRM"  version (u32)  number (u64)  settled (u64)  bytes of the payload (u64)  bytes of the JSON (u32)
+    JSON: kind, fields, tensors      then, from the next multiple of 64 on, the bytes of the small tensors
 
-The payload is the tensors' bytes, one behind the other, each at a multiple of 64 bytes. One tensor alone is sent as
-it lies in memory; several are copied together first.
+The payload is one large tensor, sent from where it lies. Only where there are several, they are copied together first.
+Each tensor begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import torch
 
 from millpond.core.errors import InvalidArgument
 
-_HEAD = struct.Struct("<4sIQQQ")
+_HEAD = struct.Struct("<4sIQQQI")
 _MAGIC, _VERSION = b"MPRM", 1
 _ALIGNED = 64
+SMALL = 1 << 16  # bytes: a head and what is in it cost one trip, a payload more
+
+Head = bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +46,28 @@ class Message:
 
 
 def encode(message: Message) -> tuple[bytes, torch.Tensor | None]:
-    """The head, and the payload: uint8 ``[n]``, or None where there is none."""
-    flat = [_flat(tensor) for tensor in message.tensors.values()]
-    payload = _joined(flat)
-    text = json.dumps(
-        {
-            "kind": message.kind,
-            "fields": message.fields,
-            "tensors": [[name, _spell(tensor.dtype), list(tensor.shape)] for name, tensor in message.tensors.items()],
-        }
-    ).encode()
+    """The head, and the payload: uint8 ``[n]``, or None where everything fits into the head."""
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
+    listed = []
+    for name, tensor in message.tensors.items():
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        inside = flat.numel() <= SMALL
+        (small if inside else large).append(flat)
+        listed.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), inside])
+    text = json.dumps({"kind": message.kind, "fields": message.fields, "tensors": listed}).encode()
+    payload = large[0] if len(large) == 1 else _joined(large) if large else None
     nbytes = 0 if payload is None else payload.numel()
-    return _HEAD.pack(_MAGIC, _VERSION, message.number, message.settled, nbytes) + text, payload
+    parts = [_HEAD.pack(_MAGIC, _VERSION, message.number, message.settled, nbytes, len(text)), text]
+    at = _HEAD.size + len(text)
+    for flat in small:
+        start = _aligned(at)
+        parts += [bytes(start - at), flat.cpu().numpy().tobytes()]
+        at = start + flat.numel()
+    return b"".join(parts), payload
 
 
-def payload_nbytes(head: bytes) -> int:
+def payload_nbytes(head: Head) -> int:
     """How much follows a head.
 
     Raises ``InvalidArgument`` where this is none, or that of another version of millpond.
@@ -64,62 +75,64 @@ def payload_nbytes(head: bytes) -> int:
     return _read_head(head)[2]
 
 
-def number_of(head: bytes) -> int:
+def number_of(head: Head) -> int:
     """Of the request, or of the one that is answered. Raises ``InvalidArgument`` as `payload_nbytes` does."""
     return _read_head(head)[0]
 
 
-def decode(head: bytes, payload: torch.Tensor | None) -> Message:
-    """The message. Its tensors are views of the payload. Raises ``InvalidArgument`` as `payload_nbytes` does."""
-    number, settled, nbytes = _read_head(head)
+def decode(head: Head, payload: torch.Tensor | None) -> Message:
+    """The message. Its tensors are views of the head, which is copied if it is read-only, and of the payload.
+
+    Raises ``InvalidArgument`` as `payload_nbytes` does.
+    """
+    number, settled, nbytes, length = _read_head(head)
+    begin = _HEAD.size
     try:
-        said = json.loads(head[_HEAD.size :])
-        tensors, at = {}, 0
-        for name, dtype, shape in said["tensors"]:
-            tensors[name], at = _view(payload, at, getattr(torch, dtype), shape)
+        said = json.loads(head[begin : begin + length])
+        tensors, within, behind = {}, _aligned(begin + length), 0
+        own = None
+        for name, dtype, shape, inside in said["tensors"]:
+            kind: torch.dtype = getattr(torch, dtype)
+            size = math.prod(shape) * kind.itemsize
+            if size == 0:
+                tensors[name] = torch.empty(shape, dtype=kind)
+            elif inside:
+                if own is None:
+                    own = torch.frombuffer(head if isinstance(head, bytearray) else bytearray(head), dtype=torch.uint8)
+                tensors[name] = _view(own, within, size, kind, shape)
+                within = _aligned(within + size)
+            else:
+                if payload is None:
+                    raise ValueError("the payload is missing")
+                tensors[name] = _view(payload, behind, size, kind, shape)
+                behind = _aligned(behind + size)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:
-        raise InvalidArgument(f"a message of {nbytes} bytes cannot be read: {problem!r}") from problem
+        raise InvalidArgument(f"a message of {len(head)} + {nbytes} bytes cannot be read: {problem!r}") from problem
     return Message(said["kind"], number, said["fields"], tensors, settled)
 
 
-def _read_head(head: bytes) -> tuple[int, int, int]:
+def _read_head(head: Head) -> tuple[int, int, int, int]:
     if len(head) < _HEAD.size:
         raise InvalidArgument(f"{len(head)} bytes are no head of a message")
-    magic, version, number, settled, nbytes = _HEAD.unpack_from(head)
+    magic, version, number, settled, nbytes, length = _HEAD.unpack_from(head)
     if (magic, version) != (_MAGIC, _VERSION):
         raise InvalidArgument(f"a message of format {magic!r} {version}; this millpond speaks {_MAGIC!r} {_VERSION}")
-    return number, settled, nbytes
+    return number, settled, nbytes, length
 
 
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNED) * _ALIGNED
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor; a copy only where it is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _joined(flat: list[torch.Tensor]) -> torch.Tensor | None:
-    filled = [part for part in flat if part.numel()]
-    if not filled:
-        return None
-    if len(filled) == 1:
-        return filled[0]
-    ends = [-(-part.numel() // _ALIGNED) * _ALIGNED for part in filled[:-1]]
-    joined = torch.empty(sum(ends) + filled[-1].numel(), dtype=torch.uint8, device=filled[0].device)
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    ends = [_aligned(part.numel()) for part in parts[:-1]]
+    joined = torch.empty(sum(ends) + parts[-1].numel(), dtype=torch.uint8, device=parts[0].device)
     at = 0
-    for part, end in zip(filled, [*ends, 0], strict=True):
+    for part, end in zip(parts, [*ends, 0], strict=True):
         joined[at : at + part.numel()] = part
         at += end
     return joined
 
 
-def _view(
-    payload: torch.Tensor | None, at: int, dtype: torch.dtype, shape: list[int]
-) -> tuple[torch.Tensor, int]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes == 0 or payload is None:
-        return torch.empty(shape, dtype=dtype), at
-    part = payload[at : at + nbytes]
-    return part.view(dtype).view(shape), at + -(-nbytes // _ALIGNED) * _ALIGNED
+def _view(flat: torch.Tensor, at: int, size: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    return flat[at : at + size].view(dtype).view(shape)

@@ -16,7 +16,7 @@ Address = tuple[str, int]
 
 
 def this_host() -> str:
-    """The name that this process goes by, "" by default. Processes of other names are on other hosts, whatever they share."""
+    """The name of this process's host, "" by default. Where names differ hosts differ, whatever they share."""
     return os.environ.get(HOST, "")
 
 

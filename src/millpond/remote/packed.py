@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -140,11 +139,3 @@ class Changes:
             return moved
         except BufferClosed:
             return True
-
-
-def run_of(slots: Ints, capacity: int) -> int | None:
-    """Where neighbouring slots begin, going on at 0 behind the last; None where they are no neighbours."""
-    if len(slots) == 0:
-        return None
-    start = int(slots[0])
-    return start if np.array_equal(slots, (start + np.arange(len(slots))) % capacity) else None

@@ -1,4 +1,4 @@
-"""Calls that cannot be answered yet wait here, outside of everything that could run out: no thread, no slot of the owner's.
+"""Calls that cannot be answered yet wait here, holding nothing that could run out: no thread, no slot of the owner's.
 
 A `Lot` holds calls that wait for one kind of event. Its one thread sleeps until the buffer changed, and then tries them
 again, in the order in which they came. After a refusal whoever needs as much or more is not tried: it would be
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from millpond.remote.messages import Message
 
-SLICE = 0.5  # seconds; what cannot notify, such as a process killed between a change and its wake-up, is looked at so often
+SLICE = 0.5  # seconds between looks for what cannot notify, such as a process that was killed before its wake-up
 
 
 class Tickets(Protocol):
@@ -52,7 +52,7 @@ class Lot:
         self._closed = False
 
     def park(self, call: Call) -> None:
-        """Keep the call until an attempt succeeds. It is tried once here: the buffer may have changed since the last try."""
+        """Keep the call until an attempt succeeds. The first is made here: the buffer may have changed meanwhile."""
         with self._changed:
             if not self._closed:
                 self._calls[call.client, call.number] = call

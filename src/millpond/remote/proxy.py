@@ -8,7 +8,6 @@ import operator
 from collections.abc import Iterator
 from typing import Any, Self
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -25,8 +24,8 @@ _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class Proxy:
-    """A buffer that another process owns, through one session. Batches are packed, checked and unpacked here, by the same
-    code and the same schema as in the owner's process, so a wrong one is refused in the same words."""
+    """A buffer that another process owns, through one session. Batches are checked, packed and unpacked here, by the
+    code and the schema that the owner uses, so a wrong one is refused in the same words."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -80,12 +79,7 @@ class Proxy:
             "exempt": self._exempt > 0,
             "receipt": None if receipt is None else [operator.index(part) for part in receipt],
         }
-        answer = self._session.call("extend", fields, tensors, patience)
-        if "slots" in answer.tensors:
-            return answer.tensors["slots"]
-        if "start" not in answer.fields:
-            return _NO_SLOTS
-        return (answer.fields["start"] + torch.arange(answer.fields["n"])) % self.capacity
+        return self._session.call("extend", fields, tensors, patience).tensors["slots"]
 
     def receipt(self, line: int) -> int:
         return int(self._ask("receipt", line=operator.index(line)))
@@ -256,6 +250,11 @@ class Proxy:
         self._session.call("load")
         self._schema = None
 
+    @property
+    def lost(self) -> bool:
+        """Has the connection ended, not on purpose?"""
+        return self._session.lost
+
     def close(self) -> None:
         self._session.close()
 
@@ -292,7 +291,7 @@ def _named(index_or_sample: Any) -> dict[str, torch.Tensor]:
 
 
 def _integers(index: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(np.asarray(index) if isinstance(index, list | tuple) else index)
+    tensor = torch.as_tensor(index)
     if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
     return tensor.detach().cpu().reshape(-1)

@@ -92,7 +92,7 @@ class Service:
         if client is not None:
             self._answers.forget(client)
 
-    def _serve(self, caller: Caller, head: bytes) -> None:
+    def _serve(self, caller: Caller, head: bytearray) -> None:
         """A request on the line: its payload, and that of the answer, go through the client's group."""
         client = self._clients[caller.id]
         try:
@@ -110,12 +110,12 @@ class Service:
                 self._make_group(caller, request)
                 return
             answer = self._answers.answer(client, request)
-            head, payload = encode(answer)
-            caller.send(answer.number, head)
+            said, payload = encode(answer)
+            caller.send(answer.number, said)
             if payload is not None:
                 self._in_use(group).send(payload.cpu())
                 self._count("gloo_out", payload.numel())
-        except PeerLost as problem:  # the group broke, while the line may hold: the client makes another one and repeats
+        except PeerLost as problem:  # the group broke, while the line holds: the client makes another and repeats
             log.info("%s: %s", self.owner, problem)
             self._groups.pop(caller, None)
             caller.send(number_of(head), encode(Message("broken", number_of(head)))[0])
@@ -202,12 +202,12 @@ class ReplayActor:
         self._service: Service | None = None
 
     def open(self, plan: Plan) -> Owner | Message:
-        """Make the buffer, once. What goes wrong comes back as a message: an actor that raises here would just be dead."""
+        """Make the buffer, once. What goes wrong comes back as a message, to be raised where it is understood."""
         import ray
 
         try:
-            self._service = Service(plan, ray.util.get_node_ip_address())
-        except Exception as error:  # noqa: BLE001: whatever it is, it is the creator's to see
+            self._service = Service(plan, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the creator's to see
             return failed(0, error)
         return self._service.owner
 

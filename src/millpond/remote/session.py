@@ -205,8 +205,9 @@ class Session:
             return min(self._open, default=self._next)
 
     @property
-    def ended(self) -> bool:
-        return self._line.end is not None
+    def lost(self) -> bool:
+        """Has the connection ended, not on purpose?"""
+        return self._line.end == "lost" and not self._left
 
     def close(self) -> None:
         """Leave the owner."""

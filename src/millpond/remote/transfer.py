@@ -1,12 +1,14 @@
-"""Checkpoints on the wire: the tree of a state first, then its tensors in pieces, so that no message grows with the buffer."""
+"""Checkpoints on the wire: the tree of a state first, then its tensors, in pieces that do not grow with the buffer."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from millpond.core.errors import CheckpointError
+from millpond.replay.checkpoint import lift, lower
 
 PIECE = 16 << 20  # bytes
 
@@ -15,10 +17,10 @@ class Outgoing:
     """A state that is being sent. ``sections`` are [type, shape] of each tensor that the ``tree`` refers to."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        tensors: list[torch.Tensor] = []
-        self.tree = _lift(state, tensors)
-        self.sections = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        self._bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        sections: list[tuple[dict[str, Any], memoryview]] = []
+        self.tree = lift(state, sections)
+        self.sections = [[about["dtype"], about["shape"]] for about, _ in sections]
+        self._bytes = [torch.from_numpy(np.frombuffer(view, np.uint8)) for _, view in sections]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Section and offset of every piece."""
@@ -50,33 +52,10 @@ class Incoming:
 
     def state(self) -> dict[str, Any]:
         """The whole."""
-        state: dict[str, Any] = _lower(self._tree, self._tensors)
+        state: dict[str, Any] = lower(self._tree, self._tensors)
         return state
 
 
 def pieces(sizes: list[int]) -> list[tuple[int, int]]:
+    """Section and offset of every piece of sections of these sizes."""
     return [(section, at) for section, nbytes in enumerate(sizes) for at in range(0, nbytes, PIECE)]
-
-
-def _lift(node: Any, tensors: list[torch.Tensor]) -> Any:
-    """The state with the numbers of its tensors in their place: something that JSON can say."""
-    if isinstance(node, torch.Tensor):
-        tensors.append(node.detach().cpu())
-        return {"tensor": len(tensors) - 1}
-    if isinstance(node, dict):
-        return {"dict": {key: _lift(value, tensors) for key, value in node.items()}}
-    if isinstance(node, list | tuple):
-        return {"list": [_lift(value, tensors) for value in node]}
-    if node is None or isinstance(node, str | int | float | bool):
-        return {"value": node}
-    raise CheckpointError(f"a {type(node).__name__} in the state of a replay buffer")
-
-
-def _lower(node: Any, tensors: list[torch.Tensor]) -> Any:
-    if "tensor" in node:
-        return tensors[node["tensor"]]
-    if "dict" in node:
-        return {key: _lower(value, tensors) for key, value in node["dict"].items()}
-    if "list" in node:
-        return [_lower(value, tensors) for value in node["list"]]
-    return node["value"]

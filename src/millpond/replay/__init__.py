@@ -9,16 +9,19 @@ from millpond.replay.ensemble import ReplayBufferEnsemble
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.storage import LazyMemmapStorage, LazyTensorStorage, MappedStorage, Storage, TensorStorage
+from millpond.replay.windows import HindsightSampler, NStep, SliceSampler
 
 __all__ = [
     "BlockingReplayBuffer",
     "ConsumingSampler",
     "Draw",
     "Handle",
+    "HindsightSampler",
     "Items",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "MappedStorage",
+    "NStep",
     "PrioritizedSampler",
     "RandomSampler",
     "Randomness",
@@ -27,6 +30,7 @@ __all__ = [
     "ReplayBufferEnsemble",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
     "Storage",
     "TensorStorage",
 ]

@@ -187,12 +187,21 @@ def _read_taken(spelled: dict[str, Any]) -> Taken:
 # ---------------------------------------------------------------------- files
 def dumps(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint: whole, or not at all. Raises ``OSError`` where the disk does not take it."""
+    check_path(path)
+    write(state_dict(buffer), path)
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raises ``InvalidArgument`` where there is no directory for such a file."""
+    if not Path(path).parent.is_dir():
+        raise InvalidArgument(f"{Path(path).parent} is no directory")
+
+
+def write(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state to a file: whole, or not at all."""
     path = Path(path)
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"{path.parent} is no directory")
-    saved = state_dict(buffer)
     sections: list[tuple[dict[str, Any], memoryview]] = []
-    tree = _lift(saved, sections)
+    tree = lift(saved, sections)
     index = [{"nbytes": len(view), "crc32": zlib.crc32(view), **about} for about, view in sections]
     header = json.dumps({"tree": tree, "sections": index}).encode()
     making = path.with_name(f".{path.name}.making.{os.getpid()}")
@@ -250,11 +259,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         sections.append(array.view(getattr(torch, about["dtype"])).view(about["shape"]))
     if at != len(data):
         raise CheckpointError(f"{path} has {len(data) - at} bytes too many")
-    state: dict[str, Any] = _lower(content["tree"], sections)
+    state: dict[str, Any] = lower(content["tree"], sections)
     return state
 
 
-def _lift(node: Any, sections: list[tuple[dict[str, Any], memoryview]]) -> Any:
+def lift(node: Any, sections: list[tuple[dict[str, Any], memoryview]]) -> Any:
     """A state without its tensors, which go to ``sections``."""
     if isinstance(node, torch.Tensor):
         flat = node.contiguous()
@@ -263,19 +272,20 @@ def _lift(node: Any, sections: list[tuple[dict[str, Any], memoryview]]) -> Any:
         sections.append((about, memoryview(raw.reshape(-1).numpy().data)))
         return {"tensor": len(sections) - 1}
     if isinstance(node, dict):
-        return {"dict": {key: _lift(value, sections) for key, value in node.items()}}
+        return {"dict": {key: lift(value, sections) for key, value in node.items()}}
     if isinstance(node, list):
-        return {"list": [_lift(value, sections) for value in node]}
+        return {"list": [lift(value, sections) for value in node]}
     return {"value": node}
 
 
-def _lower(node: Any, sections: list[torch.Tensor]) -> Any:
+def lower(node: Any, sections: list[torch.Tensor]) -> Any:
+    """What `lift` took apart."""
     if "tensor" in node:
         return sections[node["tensor"]]
     if "dict" in node:
-        return {key: _lower(value, sections) for key, value in node["dict"].items()}
+        return {key: lower(value, sections) for key, value in node["dict"].items()}
     if "list" in node:
-        return [_lower(value, sections) for value in node["list"]]
+        return [lower(value, sections) for value in node["list"]]
     return node["value"]
 
 

@@ -21,6 +21,7 @@ from millpond.replay.drawing import Sampler
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
+from millpond.replay.windows import HindsightSampler, NStep, SliceSampler
 
 KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -29,6 +30,9 @@ KNOWN: dict[str, type[Any]] = {
         SamplerWithoutReplacement,
         ConsumingSampler,
         PrioritizedSampler,
+        SliceSampler,
+        NStep,
+        HindsightSampler,
     )
 }
 
@@ -70,7 +74,7 @@ class Rules:
         deliveries = self._deliveries()
         consuming = deliveries is not None
         kinds = list(layers(self.sampler))
-        if consuming and self.flow.admission == "block" and any(type(s).__name__ == "SliceSampler" for s in kinds):
+        if consuming and self.flow.admission == "block" and any(isinstance(s, SliceSampler) for s in kinds):
             raise InvalidArgument(
                 "slices that are consumed leave stubs shorter than a slice, which can never be sampled, so producers "
                 "with admission='block' would wait for ever: store sequences as items, or let old items be overwritten"
@@ -178,11 +182,11 @@ def layers(sampler: Any) -> Any:
 
 
 def spell(sampler: Any) -> Any:
-    """A sampler as JSON; None for one that is not millpond's."""
-    if type(sampler).__name__ not in KNOWN or type(sampler) is not KNOWN[type(sampler).__name__]:
+    """A sampler as JSON; None for one that is not millpond's, or that holds a function."""
+    if type(sampler) is not KNOWN.get(type(sampler).__name__):
         return None
     config = {k: spell(v) if k == "base" else v for k, v in sampler.config().items()}
-    if "base" in config and config["base"] is None:
+    if ("base" in config and config["base"] is None) or any(callable(value) for value in config.values()):
         return None
     return {"name": type(sampler).__name__, "config": config}
 

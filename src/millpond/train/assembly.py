@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from millpond.collect import Collector, FrameBudget, MultiCollector
 from millpond.collect.rows import transition_fields
@@ -53,11 +55,19 @@ def make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
 
     Raises:
         OutOfMemory: the memory for ``replay.capacity`` items is not there.
+        Unsatisfiable: batches of the sizes that are set could never be written, or never be sampled.
     """
     try:
-        return _make_replay(settings, schema)
+        replay = _make_replay(settings, schema)
     except OutOfMemory as error:
         raise OutOfMemory(f"replay.capacity={settings.replay.capacity}: {error}") from None
+    try:  # neither waits; both refuse what no wait could help
+        replay.wait_until_sampleable(timeout=0)
+        replay.wait_until_writable(settings.frames_per_batch, timeout=0)
+    except BaseException:
+        replay.close()
+        raise
+    return replay
 
 
 def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
@@ -126,7 +136,7 @@ class Parts:
                 self.board = WeightBoard(self.algorithm.published, version=self.algorithm.steps)
                 self.collector = MultiCollector(
                     env,
-                    self.algorithm.policy,
+                    acting_copy(self.algorithm.policy, device=settings.learner.device),
                     num_workers=settings.collectors,
                     weights=self.board,
                     max_restarts=settings.collect.max_restarts,
@@ -171,6 +181,14 @@ class Parts:
             self.stop_collecting()
         finally:
             self._closing.close()
+
+
+def acting_copy(policy: nn.Module, *, device: str) -> nn.Module:
+    """``policy`` for processes that act on the CPU: itself, or a copy where the learner's is on another device."""
+    if device == "cpu":
+        return policy
+    copy: nn.Module = pickle.loads(pickle.dumps(policy))  # policies pickle alone and by value
+    return copy.to("cpu")
 
 
 def _factory(env: EnvSettings, num_envs: int) -> Any:

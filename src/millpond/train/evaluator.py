@@ -29,6 +29,7 @@ from torch import nn
 from millpond.core.errors import Cancelled, InvalidArgument
 from millpond.core.roles import CancelEvent
 from millpond.shm import identity
+from millpond.train.assembly import acting_copy
 from millpond.train.evaluation import Episodes, allow_headless_rendering, film, play
 from millpond.train.settings import EnvSettings, EvalSettings
 from millpond.weights import WeightBoard
@@ -88,15 +89,23 @@ class _Work:
 class Evaluator:
     """Evaluates snapshots of ``policy``, one at a time. Close it.
 
-    ``policy`` must not explore, and is read when a snapshot is taken. ``version`` is the version that it has now.
+    ``policy`` must not explore, and is read when a snapshot is taken, on the ``device`` where it is; it acts on the
+    CPU. ``version`` is the version that it has now.
     """
 
     def __init__(
-        self, policy: nn.Module, *, env: EnvSettings, settings: EvalSettings, seed: int, version: int = 0
+        self,
+        policy: nn.Module,
+        *,
+        env: EnvSettings,
+        settings: EvalSettings,
+        seed: int,
+        version: int = 0,
+        device: str = "cpu",
     ) -> None:
         self._policy = policy
         self._board = WeightBoard(policy, version=version)
-        self._work = _Work(policy, self._board, env, settings, seed, identity.me())
+        self._work = _Work(acting_copy(policy, device=device), self._board, env, settings, seed, identity.me())
         self._timeout_s = settings.timeout
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None

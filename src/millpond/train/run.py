@@ -124,6 +124,7 @@ def _run(
             closing.callback(progress.close)
             evaluator = Evaluator(
                 parts.algorithm.evaluation_policy(),
+                device=settings.learner.device,
                 env=settings.env,
                 settings=settings.eval,
                 seed=settings.seed + _EVALUATION_SEED,

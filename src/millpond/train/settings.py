@@ -14,7 +14,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from millpond.core.errors import InvalidArgument, InvalidType
+from millpond.core.errors import InvalidArgument, InvalidType, Unsatisfiable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +274,8 @@ def _check_choices(settings: Settings) -> None:
             raise InvalidArgument(f"{name} must be {' or '.join(choices)}, got {value!r}")
     if not isinstance(settings.algorithm.get("name"), str):
         raise InvalidArgument("algorithm.name must name an algorithm")
+    if settings.synchronous and settings.learner.device != "cpu":
+        raise InvalidArgument(f"execution.mode=sync needs learner.device=cpu, got {settings.learner.device!r}")
     if settings.learner.world_size != 1:
         raise InvalidArgument(f"learner.world_size must be 1, got {settings.learner.world_size}")
 
@@ -288,6 +290,13 @@ def _check_sizes(settings: Settings) -> None:
     if replay.learning_starts > replay.capacity:
         raise InvalidArgument(
             f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
+        )
+    batch, debt = settings.frames_per_batch * replay.samples_per_insert, settings.max_debt
+    if debt is not None and debt < batch + replay.batch_size:
+        raise Unsatisfiable(
+            f"replay.max_debt={debt:g} would let collection and learning wait for each other: a batch of"
+            f" {settings.frames_per_batch} frames adds {batch:g} samples and an update takes {replay.batch_size},"
+            f" so it must be at least {batch + replay.batch_size:g}"
         )
     if settings.frames_per_batch % settings.envs_per_worker:
         raise InvalidArgument(

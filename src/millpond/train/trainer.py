@@ -15,10 +15,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from millpond.core.errors import Cancelled, DeadlineExceeded
+from millpond.learn.learner import Learner
 from millpond.train.assembly import Parts
 from millpond.train.checkpoint import spec_to_json, write_parts
 from millpond.train.checks import Facts
-from millpond.train.evaluator import Evaluator, Result, Task
+from millpond.train.evaluator import Evaluator, Task
 from millpond.train.meters import action_statistics
 from millpond.train.reporting import Reporter
 from millpond.train.run_state import Checkpoints, RunDirectory
@@ -26,7 +27,7 @@ from millpond.train.supervise import StopSignal
 
 logger = logging.getLogger("millpond.train")
 _SLICE_S = 0.25  # how long a wait for a batch lasts before the rest of the run is looked at
-_PAUSE_S = 60.0  # a worker pauses when its batch is done
+_PAUSE_S = 20.0  # a worker pauses when its batch is done
 _NEWEST = 1024  # items that the last checks look at
 
 
@@ -68,7 +69,14 @@ class Trainer:
         self._parts, self._run, self._reporter, self._evaluator = parts, run, reporter, evaluator
         self._checkpoints, self._stop = checkpoints, stop
         self._algorithm, self._replay = parts.algorithm, parts.replay
-        self._evaluated_version = -1
+        self._learner = Learner(
+            parts.algorithm,
+            parts.replay,
+            parts.board,
+            batch_size=settings.replay.batch_size,
+            publish_every=settings.learner.publish_interval,
+            frames=lambda: parts.frames,
+        )
         frames = parts.frames
         self._report_due = Every(settings.report_interval, after=frames)
         self._evaluation_due = Every(settings.eval.interval_frames, after=frames)
@@ -103,7 +111,7 @@ class Trainer:
         parts, replay = self._parts, self._replay
         while True:
             while replay.can_sample() and not self._stop.requested:
-                self._update(replay.sample())
+                self._learn()
             self._look()
             if self._stop.requested:
                 return
@@ -114,30 +122,25 @@ class Trainer:
                 return
 
     def _side_by_side(self) -> None:
-        parts, replay = self._parts, self._replay
+        parts = self._parts
         parts.collector.start()
         while not self._stop.requested and not self.complete:
             parts.collector.check()
-            try:
-                batch = replay.sample(wait=True, timeout=_SLICE_S, cancel_event=self._stop.event)
-            except DeadlineExceeded:
-                pass
-            except Cancelled:
-                return
-            else:
-                self._update(batch)
+            self._learn()
             self._look()
 
-    def _update(self, batch: TensorDictBase) -> None:
-        parts, algorithm = self._parts, self._algorithm
-        algorithm.advance(parts.frames)
-        metrics = algorithm.update(batch)
+    def _learn(self) -> None:
+        """One update, if a batch for it can be had before the rest of the run must be looked at."""
+        try:
+            metrics = self._learner.step(timeout=_SLICE_S, cancel_event=self._stop.event)
+        except (DeadlineExceeded, Cancelled):
+            return
+        batch = self._learner.batch
+        assert batch is not None
         self._reporter.updated(batch, metrics)
-        if algorithm.steps % parts.settings.learner.publish_interval == 0:
-            parts.publish()
-            if self._first_publication is None:
-                budget = parts.budget
-                self._first_publication = parts.frames + (budget.reserved if budget is not None else 0)
+        if self._first_publication is None and self._algorithm.steps >= self._parts.settings.learner.publish_interval:
+            budget = self._parts.budget
+            self._first_publication = self._parts.frames + (budget.reserved if budget is not None else 0)
 
     # ------------------------------------------------------------------ beside learning
     def _look(self) -> None:
@@ -160,20 +163,16 @@ class Trainer:
         if self._evaluator.submit(Task(frames, version, path)) and self._parts.settings.synchronous:
             self._collect_result()
 
-    def _collect_result(self) -> Result | None:
+    def _collect_result(self) -> None:
         result = self._evaluator.wait(self._stop.event)
         if result is not None:
             self._reporter.evaluated(result)
-            self._evaluated_version = result.task.version if result.episodes else self._evaluated_version
-        return result
 
     def _evaluate_last(self) -> None:
-        """The final weights are evaluated, unless that was their last evaluation already."""
+        """The final weights, after whatever is still being evaluated."""
         self._collect_result()
-        film = self._parts.settings.eval.video_interval_frames > 0
-        if self._evaluated_version != self._algorithm.steps or film:
-            self._evaluate(film=film)
-            self._collect_result()
+        self._evaluate(film=self._parts.settings.eval.video_interval_frames > 0)
+        self._collect_result()
 
     # ------------------------------------------------------------------ checkpoints
     def _save_and_go_on(self) -> None:
@@ -250,6 +249,6 @@ class Trainer:
 
 def explores(policy: nn.Module, observed: TensorDictBase) -> float:
     """How far two actions of ``policy`` for the same observations differ, on average: 0 if it is deterministic."""
-    asked = observed.select("observation")
+    asked = observed.select("observation").to(next(policy.parameters()).device)
     first, second = (policy(asked.clone()).get("action").double() for _ in range(2))
     return float((first - second).abs().mean())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from millpond.core.errors import PeerLost
 from millpond.remote.line import Line, Slot
@@ -27,14 +28,14 @@ class Group:
     What fails once is broken for good. Raises ``PeerLost``.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, device: ProcessGroupGloo.Device, timeout: float) -> None:
-        options = ProcessGroupGloo._Options()
+    def __init__(self, store: Store, prefix: str, rank: int, device: Any, timeout: float) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = [device], 1
         options._timeout = timedelta(seconds=timeout)
         self._peer = CLIENT if rank == OWNER else OWNER
         self.sent = self.received = 0  # bytes
         try:
-            self._group = ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
+            self._group: Any = ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
         except RuntimeError as problem:
             raise PeerLost(f"no process group within {timeout:g} s: {_first_line(problem)}") from problem
 

@@ -1,0 +1,124 @@
+"""The object that owns a remote buffer: it starts the owner, is a client of it, and ends it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from millpond.core.errors import InvalidArgument, InvalidType
+from millpond.core.schema import Schema
+from millpond.remote import cluster
+from millpond.remote.client import ReplayClient
+from millpond.remote.owner import check_transport
+from millpond.remote.service import Plan
+from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.storage import Storage
+from millpond.replay.waiting import check_timeout
+from millpond.shm.reaper import reap
+
+
+class RayReplayBuffer(ReplayClient):
+    """A replay buffer in a Ray actor of its own. This object owns it, and is a client of it too.
+
+    Collectors and learners get a ``client()`` each. The buffer ends with ``close()``, with this object, or with this
+    process, unless ``ray_options`` says ``lifetime="detached"``. Pickling it gives a client.
+
+    Args:
+        storage: a capacity in items, or a storage.
+        transport: how clients reach it: ``auto`` (shared memory on the owner's host, Gloo elsewhere), ``shm``,
+            ``gloo`` or ``ray``.
+        schema: the fields of an item; otherwise the first write binds it.
+        ray_options: of the actor, as ``ray.remote`` takes them: ``resources``, ``name``, ``namespace``, ``lifetime``….
+            Without ``num_cpus`` it is 0: a buffer that waits needs no core of its own.
+        connect_timeout: seconds for the owner to be there, and for a client to reach it.
+        kind: ``ReplayBuffer``, or one of its special cases such as ``BlockingReplayBuffer``.
+        arguments: those of ``kind``. ``device`` and ``transform`` are applied in the processes that sample.
+
+    Ray is initialised, quietly, where the program has not done so.
+
+    Raises:
+        InvalidArgument, InvalidType, Unsatisfiable, OutOfMemory, …: what ``kind`` raises.
+        DeadlineExceeded: no owner within ``connect_timeout``.
+    """
+
+    def __init__(
+        self,
+        storage: int | Storage,
+        *,
+        transport: str = "auto",
+        schema: Schema | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        connect_timeout: float = 60.0,
+        kind: type[ReplayBuffer] = ReplayBuffer,
+        **arguments: Any,
+    ) -> None:
+        check_transport(transport)
+        check_timeout(connect_timeout)
+        if not (isinstance(kind, type) and issubclass(kind, ReplayBuffer)):
+            raise InvalidType(f"kind is ReplayBuffer or a class made from it, not {kind!r}")
+        if "shared" in arguments:
+            raise InvalidArgument("shared= is not yours to say here: the owner shares its buffer wherever it can")
+        if isinstance(arguments.get("seed"), torch.Generator):
+            arguments["seed"] = int(torch.randint(2**62, (), generator=arguments["seed"]))
+        options = {"num_cpus": 0, "name": cluster.new_name(), "namespace": cluster.NAMESPACE, **(ray_options or {})}
+        plan = Plan(
+            name=options["name"],
+            namespace=options["namespace"],
+            transport=transport,
+            kind=kind,
+            storage=storage,
+            arguments={**arguments, "schema": schema},
+            connect_timeout=connect_timeout,
+        )
+        cluster.ensure()
+        self._actor, owner = cluster.start(plan, options, connect_timeout)
+        super().__init__(owner, connect_timeout=connect_timeout, seed=arguments.get("seed"))
+        self._stop = weakref.finalize(self, _stop, self._actor, os.getpid())
+        self._stop.atexit = False  # Ray would be gone by then
+        if options.get("lifetime") == "detached":
+            self._stop.detach()
+        else:
+            atexit.register(_call, weakref.WeakMethod(self.close))  # before Ray's own, which was registered earlier
+
+    def describe(self) -> dict[str, Any]:
+        """For people: where the owner is and listens, its clients, traffic and counters."""
+        return cluster.describe(self._owner.name, self._owner.namespace, self._timeout)
+
+    def close(self) -> None:
+        """Close the buffer for everybody, and end the owner. `stats` keeps answering with the last figures."""
+        if self._closed:
+            return
+        with contextlib.suppress(Exception):  # a dead owner has no last figures
+            self._final = self.stats()
+        super().close()
+        self._stop.detach()
+        cluster.stop(self._actor)
+        reap()  # an owner that was killed, or cut off, could not remove its files
+
+
+def connect(
+    name: str, *, namespace: str = cluster.NAMESPACE, transport: str | None = None, connect_timeout: float = 60.0
+) -> ReplayClient:
+    """A client of a live owner, by the name in its ``ray_options``.
+
+    Raises ``PeerLost`` where there is none, ``DeadlineExceeded`` where it does not answer in time.
+    """
+    owner = cluster.owner_of(name, namespace, connect_timeout)
+    return ReplayClient(owner, transport=transport, connect_timeout=connect_timeout)
+
+
+def _stop(actor: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        cluster.stop(actor)
+
+
+def _call(method: Callable[[], Callable[[], None] | None]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()

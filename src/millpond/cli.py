@@ -19,6 +19,7 @@ from millpond.core.errors import InvalidArgument, MillpondError, NotShareable, O
 COMMANDS = {
     "train": "train a policy, in one process or with worker processes",
     "eval": "play episodes with the policy of a run, without exploration",
+    "inspect": "show what a replay buffer holds, and who waits for what",
 }
 
 _USERS = (InvalidArgument, NotShareable, OutOfDisk, OutOfMemory)  # what the user can put right

@@ -195,7 +195,7 @@ def test_the_seed_decides_and_the_global_generator_does_not(name: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_averaged_gradients_of_parts_equal_the_whole_batch(name: str, world_size: int) -> None:
-    """rank-1: ranks on their parts of the batch, gradients averaged, against one process on the whole; relative 1e-4."""
+    """rank-1: ranks on parts of the batch, gradients averaged, against one process on the whole; relative 1e-4."""
     whole, k_steps, rows = make(name), 4, 32
     ranks = [make(name) for _ in range(world_size)]
     for k in range(k_steps):

@@ -126,6 +126,7 @@ def test_autocast_leaves_discount_and_targets_in_float32(name: str) -> None:
         discounted = target_of(algorithm, batch)
         algorithm.config = type(algorithm.config)(**{**vars(algorithm.config), "gamma": 1.0})
         undiscounted = target_of(algorithm, batch)
+        assert algorithm.policy.network(t.observation).dtype is torch.float32
     assert t.discount.dtype is discounted.dtype is torch.float32
     assert torch.equal(t.discount, torch.full((64,), 0.99))
     torch.testing.assert_close(discounted / undiscounted, torch.full((64,), 0.99), rtol=1e-6, atol=0)
@@ -133,7 +134,7 @@ def test_autocast_leaves_discount_and_targets_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_autocast_around_many_updates_uses_the_newest_weights(name: str) -> None:
-    """Autocast caches the bfloat16 copies of weights until its outermost context ends; updates must not see old ones."""
+    """Autocast keeps its bfloat16 copies of weights until its outermost context ends; updates must not see old ones."""
     around, inside = make(name), make(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for k in range(4):

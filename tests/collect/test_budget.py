@@ -291,9 +291,10 @@ def test_it_travels(method: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- waiting
-def test_a_wait_is_woken_by_a_change(budget: FrameBudget) -> None:
+def test_a_wait_is_woken_by_a_change(budget: FrameBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millpond.collect.budget._SLICE_S", 100.0)  # looking by itself would come too late
     done: list[bool] = []
-    waiter = threading.Thread(target=lambda: done.append(budget.wait_until(lambda: budget.finished, timeout=30)))
+    waiter = threading.Thread(target=lambda: done.append(budget.wait_until(lambda: budget.finished)))
     waiter.start()
     budget.commit(0, frames=budget.reserve(100))
     waiter.join(30)

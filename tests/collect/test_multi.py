@@ -343,8 +343,7 @@ def test_closing_frees_workers_that_wait_for_space() -> None:
     with Shared(30, consume_after_n_samples=1, flow=Flow(admission="block")) as rb:
         collector = MultiCollector(Diary, num_workers=3, frames_per_batch=10, replay=rb)
         collector.start()
-        until(lambda: states(collector) == {"writing"}, collector)
-        assert rb.stats()["waiting_producers"] == 3
+        until(lambda: rb.stats()["waiting_producers"] == 3, collector)
         began = time.monotonic()
         collector.close()
         assert time.monotonic() - began < 10

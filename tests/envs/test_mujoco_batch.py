@@ -121,6 +121,15 @@ def test_the_number_of_threads_changes_nothing(env_id: str) -> None:
     agree(env_id, steps=40, num_envs=20, threads=3)
 
 
+def test_processes_that_share_the_cores_can_be_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLPOND_ENV_THREADS", "3")
+    with contextlib.closing(ours("Hopper-v5", 5)) as env:
+        assert env.dynamics.physics._batch.nthread == 3  # type: ignore[attr-defined]
+    monkeypatch.setenv("MILLPOND_ENV_THREADS", "many")
+    with pytest.raises(InvalidArgument, match="MILLPOND_ENV_THREADS='many'"):
+        ours("Hopper-v5", 5)
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 
 MEMORY = """

@@ -155,6 +155,14 @@ def test_filling_up_to_min_size_owes_nothing_and_starts_no_burst() -> None:
     assert insert_block(flow, counts(live=51, samples=1), 1) is None
 
 
+def test_the_first_item_of_min_size_is_the_last_that_is_waited_for() -> None:
+    assert sample_block(Flow(min_size=50), counts(live=49), 4, need=1) is not None
+    assert sample_block(Flow(min_size=50), counts(live=50), 4, need=4) is None
+    assert (
+        sample_block(Flow(min_size=50), counts(live=4, written=60), 4, need=4) is None
+    )  # evicted or consumed: written once
+
+
 def test_exempt_writes_owe_nothing_but_count_for_min_size() -> None:
     flow = Flow(min_size=10, samples_per_insert=2, max_debt=8)
     state = counts(live=60, exempt=50)
@@ -468,6 +476,9 @@ def situations(draw: st.DrawFn) -> tuple[Flow, int, bool, bool, int, int]:
 @example((Flow(samples_per_insert=0.5, max_debt=3), 3, True, True, 3, 2))
 @example((Flow(min_size=5, samples_per_insert=1.5, admission="block", low_watermark=7), 11, True, True, 3, 8))
 @example((Flow(samples_per_insert=10, max_debt=100), 200, False, True, 100, 1))
+@example((Flow(min_size=13, samples_per_insert=3, admission="block", low_watermark=11), 16, True, True, 8, 8))
+@example((Flow(9, 1.5, admission="block", high_watermark=14, low_watermark=10), 23, True, True, 7, 1))
+@example((Flow(min_size=4, samples_per_insert=1, admission="block"), 12, True, True, 6, 4))
 def test_refused_is_what_deadlocks_in_some_order_and_nothing_else(
     situation: tuple[Flow, int, bool, bool, int, int],
 ) -> None:
@@ -488,15 +499,19 @@ def test_refused_is_what_deadlocks_in_some_order_and_nothing_else(
 
 @given(
     st.sampled_from([1, 2, 3, 0.5, 0.25, 0.1, 1.5, 1 / 3]),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.integers(1, 4000),
-    st.integers(0, 100),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.fractions(0, 2, max_denominator=8),
+    st.integers(0, 8),
 )
-def test_the_debt_formula_equals_the_walk(rate: float, insert: int, batch: int, room: int, shift: int) -> None:
-    """flow-7: the walk has no choice below a + b, so one schedule decides; samples that shift the residue included."""
+def test_the_debt_formula_equals_the_walk(
+    rate: float, insert: int, batch: int, unit: int, short: Fraction, shift: int
+) -> None:
+    """flow-7: below a + b the walk has no choice, so one schedule decides; with a debt at the start that shifts it."""
     exact = Fraction(rate).limit_denominator(1000)
-    debt = max(exact, exact * insert + batch - Fraction(room, 50))
+    insert, batch = insert * unit * exact.denominator, batch * unit
+    debt = max(exact, exact * insert + batch - short * unit)
     flow = Flow(samples_per_insert=rate, max_debt=float(debt))
     state = counts(capacity=10**9, live=10**6, samples=math.floor(exact * 10**6) - min(shift, math.floor(debt)))
     said = unsatisfiable(flow, 10**9, False, batch, insert, counts=state)

@@ -15,7 +15,7 @@ from millpond.algos.sac import SAC
 from millpond.core.errors import Cancelled, InvalidArgument
 from millpond.envs import env_spec, make
 from millpond.train.compose import settings_from_overrides
-from millpond.train.evaluation import film, play
+from millpond.train.evaluation import allow_headless_rendering, film, play
 from millpond.train.evaluator import Evaluator, Task
 from millpond.train.settings import EnvSettings
 
@@ -88,6 +88,23 @@ def test_an_environment_that_cannot_be_filmed_says_why_and_leaves_nothing(tmp_pa
     with pytest.raises(InvalidArgument, match="cannot make the environment|cannot be filmed here"):
         film(learner(env).evaluation_policy(), env, tmp_path / "a.mp4", steps=3, seed=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_film_goes_on_after_the_robot_has_fallen(tmp_path: Path):
+    imageio = pytest.importorskip("imageio.v2")
+    hopper = EnvSettings(id="Hopper-v5", kwargs={})
+    policy = learner(hopper).evaluation_policy()
+    steps = 100
+    assert max(play(policy, hopper, episodes=1, max_steps=steps, seed=0).lengths) < steps  # it falls before
+    allow_headless_rendering()
+    try:
+        film(policy, hopper, tmp_path / "a.mp4", steps=steps, seed=0)
+    except InvalidArgument as error:
+        pytest.skip(f"this machine cannot render: {error}")
+    with imageio.get_reader(tmp_path / "a.mp4") as reader:
+        assert reader.count_frames() == steps
+        assert reader.get_data(steps - 1).std() > 5  # a picture of something
+    assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
 # ------------------------------------------------------------------ in a process of its own

@@ -95,3 +95,13 @@ def test_without_wandb_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(InvalidArgument, match="needs the package wandb"):
         require_wandb()
+
+
+def test_wandb_works_without_a_network(tmp_path: Path):
+    pytest.importorskip("wandb", reason="needs the package wandb")
+    from millpond.train.loggers import WandbRun
+
+    run = WandbRun(tmp_path, config={"seed": 1}, project="millpond", group=None, name=None, mode="offline")
+    run.write(10, {"loss/a": 0.5})
+    run.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

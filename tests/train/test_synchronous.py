@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import SMALL, resume, rows, run, same, summary, weights
+from runs import SMALL, Silent, resume, rows, run, same, summary, weights
 
 from millpond.core.errors import CheckpointError, InvalidArgument
 from millpond.replay import ReplayBuffer
+from millpond.train.compose import settings_from_overrides
+from millpond.train.run import train
 from millpond.train.run_state import Checkpoints
+from millpond.train.supervise import StopSignal
 
 SYNC = ("execution.mode=sync", "collectors=1")
 
@@ -74,6 +77,17 @@ def test_a_run_stopped_by_ctrl_c_resumes_as_if_it_had_saved_there(tmp_path: Path
     assert all(check["ok"] for check in told["checks"].values())
     assert resume(tmp_path / "stopped").status == "completed"
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+
+
+def test_a_run_stopped_before_its_first_frame_can_be_resumed(tmp_path: Path):
+    """proc-7"""
+    settings = settings_from_overrides([*SMALL, *SYNC, f"run_dir={tmp_path / 'run'}"])
+    stop = StopSignal()
+    stop.request()
+    outcome = train(settings, stop=stop, progress=Silent())
+    assert (outcome.problem, outcome.status, outcome.summary["collected_frames"]) == (None, "stopped", 0)
+    assert resume(tmp_path / "run").status == "completed"
+    assert summary(tmp_path / "run")["eval_return_first"] == 10.0
 
 
 def test_a_completed_run_can_be_made_longer(tmp_path: Path):

@@ -77,7 +77,7 @@ class DDPG:
         self.actor_target.values.copy_(self.actor_adam.values)
         self.critic_target.values.copy_(self.critic_adam.values)
 
-        noise = torch.Generator(device).manual_seed(seed + 1)
+        noise = torch.Generator().manual_seed(seed + 1)
         exploration = GaussianNoise(self.scale, sigma=config.exploration_sigma, generator=noise)
         self.policy = Policy(spec, self.actor, exploration)
 

@@ -38,11 +38,11 @@ class DQNConfig:
     hidden: tuple[int, ...] = (120, 84)
     """Widths of the hidden layers."""
     gamma: float = 0.99
-    tau: float = 0.01
+    tau: float = 0.02
     """How far the target network moves towards the network when it moves."""
     target_interval: int = 1
     """Updates between two moves of the target network."""
-    lr: float = 1e-3
+    lr: float = 5e-4
     double: bool = True
     """Choose the next action by the network and value it by the target network (double Q-learning)."""
     epsilon_start: float = 1.0
@@ -82,7 +82,7 @@ class DQN:
             start=config.epsilon_start,
             end=config.epsilon_end,
             anneal_frames=config.epsilon_frames,
-            generator=torch.Generator(device).manual_seed(seed + 1),
+            generator=torch.Generator().manual_seed(seed + 1),
         )
         self.policy = Policy(spec, self.network, self.exploration)
 

@@ -31,7 +31,8 @@ class Exploration(Protocol):
 class Policy(nn.Module):
     """Reads the observation fields of a TensorDict, sets ``"action"``, returns the same TensorDict. No gradients.
 
-    It pickles by value and alone: neither shared memory, nor the learner's gradients or critics go along.
+    It pickles by value and alone: neither shared memory, nor the learner's gradients or critics go along. A copy wakes
+    on the CPU, wherever the learner is.
     """
 
     exploration: Exploration
@@ -47,7 +48,7 @@ class Policy(nn.Module):
     def forward(self, data: TensorDictBase) -> TensorDictBase:
         output = self.network(flat_observation(self.spec, data))
         action = self.exploration.explore(output) if self.exploring else self.exploration.exploit(output)
-        return data.set("action", action.reshape(*data.batch_size, *action.shape[1:]))
+        return data.set("action", action.reshape(data.batch_size + action.shape[1:]))
 
     def evaluation(self) -> Policy:
         """The same weights and buffers (shared, not copied), never exploring."""
@@ -66,8 +67,13 @@ class Policy(nn.Module):
 
 
 def _unpickle(data: bytes) -> Policy:
-    spec, network, exploration, exploring = torch.load(io.BytesIO(data), weights_only=False)
+    spec, network, exploration, exploring = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     return Policy(spec, network, exploration, exploring=exploring)
+
+
+def normal_noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal noise of the shape and on the device of ``like``, drawn where ``generator`` lives."""
+    return torch.randn(like.shape, generator=generator, device=generator.device).to(like.device)
 
 
 class GaussianNoise(nn.Module):
@@ -85,7 +91,7 @@ class GaussianNoise(nn.Module):
         self.generator = generator
 
     def explore(self, output: Tensor) -> Tensor:
-        noise = torch.randn(output.shape, generator=self.generator, device=output.device)
+        noise = normal_noise(output, self.generator)
         return self.scale.to_env(torch.add(output, noise, alpha=self.sigma).clamp_(-1, 1))
 
     def exploit(self, output: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ class EpsilonGreedy(nn.Module):
             )
         self.start, self.end, self.anneal_frames = start, end, anneal_frames
         self.generator = generator
-        self.register_buffer("frames", torch.zeros((), dtype=torch.int64, device=generator.device))
+        self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
 
     @property
     def epsilon(self) -> float:
@@ -117,10 +123,10 @@ class EpsilonGreedy(nn.Module):
         return self.start + (self.end - self.start) * done
 
     def explore(self, output: Tensor) -> Tensor:
-        rows, n, device = output.shape[0], output.shape[1], output.device
+        rows, n, device = output.shape[0], output.shape[1], self.generator.device
         random = torch.randint(n, (rows,), generator=self.generator, device=device)
         dice = torch.rand(rows, generator=self.generator, device=device)
-        return torch.where(dice < self.epsilon, random, output.argmax(-1))
+        return torch.where((dice < self.epsilon).to(output.device), random.to(output.device), output.argmax(-1))
 
     def exploit(self, output: Tensor) -> Tensor:
         return output.argmax(-1)

@@ -26,7 +26,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from millpond.algos.exploration import Policy
+from millpond.algos.exploration import Policy, normal_noise
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
 from millpond.algos.nets import MLP, ActionScale, box_action
 from millpond.algos.settings import check_common, check_positive
@@ -82,7 +82,7 @@ class TanhGaussian(nn.Module):
 
     def explore(self, output: Tensor) -> Tensor:
         mean, log_std = output.chunk(2, dim=-1)
-        noise = torch.randn(mean.shape, generator=self.generator, device=output.device)
+        noise = normal_noise(mean, self.generator)
         return self.scale.to_env((mean + log_std.clamp(LOG_STD_MIN, LOG_STD_MAX).exp() * noise).tanh_())
 
     def exploit(self, output: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class SAC:
         self.target = FlatParameters(self.target_critics.parameters()).freeze()
         self.target.values.copy_(self.critic_adam.values)
 
-        noise = torch.Generator(device).manual_seed(seed + 1)
+        noise = torch.Generator().manual_seed(seed + 1)
         self.policy = Policy(spec, self.actor, TanhGaussian(self.scale, generator=noise))
 
     def update(self, batch: TensorDictBase) -> dict[str, Tensor]:

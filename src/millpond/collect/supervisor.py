@@ -28,7 +28,7 @@ from millpond.shm import identity
 logger = logging.getLogger("millpond.collect")
 _LOOK_S = 0.5  # how often what cannot notify is looked at
 _NEVER_BEGAN = "ended before it could begin"
-_KILL_S = 2.0  # how long the kernel may take to end a killed process
+_KILL_S = 5.0  # how long the kernel may take to end a killed process
 
 
 class Delivery:
@@ -146,10 +146,10 @@ class Supervisor:
             return
         with self.changed:
             self.changed.wait_for(lambda: self.ended, timeout=grace_s)
-        self._stopping.set()
-        with contextlib.suppress(OSError):  # the thread may have ended
-            self._wake_write.send(None)
-        self._thread.join(_KILL_S * 2)
+            self._stopping.set()
+            if not self._wake_write.closed:  # else the thread has ended by itself
+                self._wake_write.send(None)
+        self._thread.join(_KILL_S)
         if self._thread.is_alive():  # it is starting a process, which cannot be cut short; it ends it when it has it
             logger.warning("a worker is still being started; it will be ended as soon as it is there")
 
@@ -168,13 +168,16 @@ class Supervisor:
             self._fail(f"supervising the workers failed: {problem!r}", cause=problem)
         finally:
             for seat in self.seats:
+                _kill_group(seat)  # all of them, before waiting for any
+            for seat in self.seats:
                 try:
                     self._clear(seat)
                 except BaseException as problem:  # noqa: BLE001  # the other seats must be cleared too
                     self._fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
                 self._end(seat)
-            self._wake_read.close()
-            self._wake_write.close()
+            with self.changed:
+                self._wake_read.close()
+                self._wake_write.close()
 
     def _fill(self, seat: Seat) -> None:
         """Start a process for this seat."""
@@ -299,10 +302,8 @@ class Supervisor:
         process = seat.process
         process.join(0)
         code = process.exitcode
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(seat)
         if code is None:
-            process.kill()
             process.join(_KILL_S)
             code = process.exitcode
         end = time.monotonic() + _KILL_S
@@ -319,6 +320,14 @@ class Supervisor:
             failure.__cause__ = cause
             self.failure = failure
         self._roster.stop()
+
+
+def _kill_group(seat: Seat) -> None:
+    """Kill the process of this seat, and those that its environments started; or those that it left."""
+    if seat.process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(seat.process.pid, signal.SIGKILL)
+        seat.process.kill()  # it may not have come so far as to have a group of its own
 
 
 def _told(worker: int, events: Sequence[Any]) -> list[tuple[int, str, int, int]]:

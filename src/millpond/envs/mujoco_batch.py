@@ -12,14 +12,16 @@ from gymnasium.spaces import Box
 from millpond.core.errors import InvalidArgument
 from millpond.envs.batched import Array, Mask
 from millpond.envs.mujoco_tasks import Floats, Task
-from millpond.envs.physics import BatchPhysics, ContactPhysics, Ids, Physics, available_cores, load_model
+from millpond.envs.physics import BatchPhysics, ContactPhysics, Ids, Physics, default_threads, load_model
 from millpond.envs.streams import Streams
 
 HealthCheck = Literal["env_step", "physics_step"]
 
 
 class MujocoDynamics:
-    """``num_envs`` simulations of one task's model, stepped together on ``threads`` threads (default: all cores).
+    """``num_envs`` simulations of one task's model, stepped together on ``threads`` threads.
+
+    By default these are as many as there are cores for this process, or ``$MILLPOND_ENV_THREADS``.
 
     ``health_check`` says when an environment is looked at. ``"env_step"`` is Gymnasium's way: after ``frame_skip``
     physics steps. ``"physics_step"``: after each of them, and one that is unhealthy stops there, so that a fall within
@@ -41,7 +43,7 @@ class MujocoDynamics:
         width: int = 480,
         height: int = 480,
     ) -> None:
-        threads = available_cores() if threads is None else threads
+        threads = default_threads() if threads is None else threads
         sizes = {"num_envs": num_envs, "threads": threads, "frame_skip": task.frame_skip, "width": width}
         for name, value in {**sizes, "height": height}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -68,7 +68,7 @@ class Learner:
         self.algorithm.advance(self._frames())
         metrics = self.algorithm.update(self.batch)
         td_error = metrics.pop("td_error", None)
-        if td_error is not None and "priority_weight" in batch.keys():  # noqa: SIM118  # a TensorDict is not a dict
+        if td_error is not None and batch.get("priority_weight", None) is not None:
             self._replay.update_priority(batch, td_error.to(batch.device or "cpu"))
         if self.algorithm.steps % self._publish_every == 0:
             self.publish()

@@ -66,11 +66,9 @@ class SampleStream:
         """
         if batch_size not in (None, self._batch_size):
             raise InvalidArgument(f"this stream draws batches of {self._batch_size}, not of {batch_size}")
-        if self._stop.is_set():
-            raise BufferClosed("this sample stream was closed")
         if not self._ahead:
+            self._raise_if_closed()
             return self._draw(wait=wait, timeout=timeout, cancel_event=cancel_event)
-        self._start()
         return self._take(time.monotonic() + timeout if timeout is not None and wait else None, wait, cancel_event)
 
     def update_priority(self, index_or_sample: Any, priority: Tensor) -> int:
@@ -84,8 +82,8 @@ class SampleStream:
 
     def close(self) -> None:
         """Stop the thread and wait for it to end. The replay stays open. Closing twice is fine."""
-        self._stop.set()
         with self._changed:
+            self._stop.set()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -109,16 +107,19 @@ class SampleStream:
 
     def _take(self, deadline: float | None, wait: bool, cancel_event: CancelEvent | None) -> Any:
         with self._changed:
+            self._raise_if_closed()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="millpond-sample-stream", daemon=True)
+                self._thread.start()
             while True:
                 if cancel_event is not None and cancel_event.is_set():
                     raise Cancelled("sample: the cancel event was set")
                 if self._ready:
                     self._changed.notify_all()
                     return self._ready.popleft()
+                self._raise_if_closed()
                 if self._failure is not None:
                     raise self._failure
-                if self._stop.is_set():
-                    raise BufferClosed("this sample stream was closed")
                 left = None if deadline is None else deadline - time.monotonic()
                 if not wait:
                     raise NotReady(f"no batch of {self._batch_size} is ready; the thread waits for replay")
@@ -130,10 +131,9 @@ class SampleStream:
         batch = self._replay.sample(self._batch_size, wait=wait, timeout=timeout, cancel_event=cancel_event)
         return batch if self._device is None else batch.to(self._device)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="millpond-sample-stream", daemon=True)
-            self._thread.start()
+    def _raise_if_closed(self) -> None:
+        if self._stop.is_set():
+            raise BufferClosed("this sample stream was closed")
 
     def _run(self) -> None:
         try:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,19 +76,23 @@ class RayReplayBuffer(ReplayClient):
             arguments={**arguments, "schema": schema},
             connect_timeout=connect_timeout,
         )
-        cluster.ensure()
+        cluster.join(None)
+        self._made_in = os.getpid()
         self._actor, owner = cluster.start(plan, options, connect_timeout)
         super().__init__(owner, connect_timeout=connect_timeout, seed=arguments.get("seed"))
         self._stop = weakref.finalize(self, _stop, self._actor, os.getpid())
-        self._stop.atexit = False  # Ray would be gone by then
+        self._stop.atexit = False  # see _close_all
         if options.get("lifetime") == "detached":
             self._stop.detach()
         else:
-            atexit.register(_call, weakref.WeakMethod(self.close))  # before Ray's own, which was registered earlier
+            _to_close.add(self)
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)  # registered after Ray's own, so called before it
 
     def describe(self) -> dict[str, Any]:
         """For people: where the owner is and listens, its clients, traffic and counters."""
-        return cluster.describe(self._owner.name, self._owner.namespace, self._timeout)
+        owner = self._owner
+        return cluster.describe(owner.name, owner.namespace, owner.cluster, self._timeout)
 
     def close(self) -> None:
         """Close the buffer for everybody, and end the owner. `stats` keeps answering with the last figures."""
@@ -103,13 +107,21 @@ class RayReplayBuffer(ReplayClient):
 
 
 def connect(
-    name: str, *, namespace: str = cluster.NAMESPACE, transport: str | None = None, connect_timeout: float = 60.0
+    name: str,
+    *,
+    namespace: str = cluster.NAMESPACE,
+    address: str = "auto",
+    transport: str | None = None,
+    connect_timeout: float = 60.0,
 ) -> ReplayClient:
-    """A client of a live owner, by the name in its ``ray_options``.
+    """A client of a live owner, by the name in its ``ray_options``, from any process that can reach the cluster.
+
+    Where this process is not connected to Ray, it connects to ``address``: a running cluster, by default the one on
+    this machine or in ``$RAY_ADDRESS``.
 
     Raises ``PeerLost`` where there is none, ``DeadlineExceeded`` where it does not answer in time.
     """
-    owner = cluster.owner_of(name, namespace, connect_timeout)
+    owner = cluster.owner_of(name, namespace, address, connect_timeout)
     return ReplayClient(owner, transport=transport, connect_timeout=connect_timeout)
 
 
@@ -118,7 +130,10 @@ def _stop(actor: Any, pid: int) -> None:
         cluster.stop(actor)
 
 
-def _call(method: Callable[[], Callable[[], None] | None]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()
+_to_close: weakref.WeakSet[RayReplayBuffer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for buffer in list(_to_close):
+        if buffer._made_in == os.getpid():
+            buffer.close()

@@ -55,7 +55,7 @@ def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> 
 
 def _wire(owner: Owner, transport: str, line: Line, timeout: float) -> Wire:
     if transport == "ray":
-        return RayWire(cluster.find(owner.name, owner.namespace), line)
+        return RayWire(cluster.find(owner.name, owner.namespace, owner.cluster), line)
     if owner.gloo is None:
         raise PeerLost(f"{owner} has no Gloo endpoint: it was made with transport={owner.transport!r}")
     device: Any = owner.rules.device

@@ -29,7 +29,8 @@ def check_transport(transport: str) -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner. ``line`` and ``gloo`` are where it listens, ``handle`` is how its own host finds the buffer."""
+    """One owner. ``line`` and ``gloo`` are where it listens, ``handle`` is how its own host finds the buffer, and
+    ``cluster`` is the address of Ray's head."""
 
     name: str
     namespace: str
@@ -39,6 +40,7 @@ class Owner:
     transport: str
     line: Address
     token: bytes
+    cluster: str
     gloo: Address | None
     handle: Handle | None
     rules: Rules

@@ -14,6 +14,7 @@ import torch
 
 from millpond.core.errors import MillpondError, PeerLost
 from millpond.remote.answering import Answers, Client
+from millpond.remote.cluster import ray
 from millpond.remote.failures import failed
 from millpond.remote.line import Caller, Exchange
 from millpond.remote.messages import Message, decode, encode, number_of, payload_nbytes
@@ -49,7 +50,7 @@ class Service:
     Raises what making the buffer raises; then nothing is left behind.
     """
 
-    def __init__(self, plan: Plan, node: str) -> None:
+    def __init__(self, plan: Plan, *, node: str, cluster: str) -> None:
         reap()  # what a killed owner left in shared memory on this host
         shared = type(plan.storage) is not TensorStorage  # that one is private memory, on a GPU perhaps
         self._packed = Packed(plan.kind(plan.storage, shared=shared, **plan.arguments))
@@ -75,6 +76,7 @@ class Service:
             transport=plan.transport,
             line=self._exchange.address,
             token=self._exchange.token,
+            cluster=cluster,
             gloo=None if self._endpoint is None else self._endpoint.address,
             handle=buffer.handle() if buffer.shared else None,
             rules=buffer._rules.unbound(),
@@ -201,12 +203,10 @@ class ReplayActor:
         torch.set_num_threads(1)
         self._service: Service | None = None
 
-    def open(self, plan: Plan) -> Owner | Message:
-        """Make the buffer, once. What goes wrong comes back as a message, to be raised where it is understood."""
-        import ray
-
+    def open(self, plan: Plan, cluster: str) -> Owner | Message:
+        """Make the buffer. What goes wrong comes back as a message, to be raised where it is understood."""
         try:
-            self._service = Service(plan, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+            self._service = Service(plan, node=ray().util.get_node_ip_address(), cluster=cluster)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the creator's to see
             return failed(0, error)
         return self._service.owner
@@ -224,6 +224,7 @@ class ReplayActor:
     def close(self) -> None:
         if self._service is not None:
             self._service.close()
+            self._service = None
 
     @property
     def _ready(self) -> Service:

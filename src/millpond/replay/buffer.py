@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -509,6 +510,7 @@ class ReplayBuffer:
         if self._closed:
             return
         self._ahead.forget()
+        self._engine.memory.turnstile = threading.Lock()
         self._engine.random.torch = rulebook.generator(None)
 
     def _batch_size(self, n: int | None) -> int:

@@ -268,7 +268,7 @@ def lift(node: Any, sections: list[tuple[dict[str, Any], memoryview]]) -> Any:
     if isinstance(node, torch.Tensor):
         flat = node.contiguous()
         about = {"dtype": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape)}
-        raw = flat.view(torch.uint8) if flat.ndim else flat.reshape(1).view(torch.uint8)
+        raw = (flat if flat.numel() else flat.new_empty(0)).reshape(-1).view(torch.uint8)
         sections.append((about, memoryview(raw.reshape(-1).numpy().data)))
         return {"tensor": len(sections) - 1}
     if isinstance(node, dict):

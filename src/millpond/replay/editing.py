@@ -18,6 +18,7 @@ from millpond.replay.samplers import SamplerWithoutReplacement
 from millpond.replay.state import CLOSED, EPOCH_CURSOR, EPOCH_SIZE, LIVE, REWRITES, STALE
 from millpond.replay.taking import TRIES
 from millpond.replay.view import every, matching
+from millpond.replay.waiting import bury_dead
 
 CHUNK = 4096
 
@@ -234,7 +235,7 @@ class Editor:
     def reopen(self) -> None:
         """This process took the buffer over: nobody waits, nobody has reserved, it is open again."""
         engine = self._engine
-        engine.control.bury_dead()
+        bury_dead(engine.control)
         try:
             state = engine.load()
             state[CLOSED] = 0

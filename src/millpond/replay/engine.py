@@ -47,7 +47,8 @@ from millpond.replay.state import (
 from millpond.replay.storage import Storage
 from millpond.replay.view import View
 from millpond.replay.waiting import Wait
-from millpond.shm.control import Intent
+from millpond.shm.control import ORDERED, Intent
+from millpond.shm.locks import Event
 
 Kind = TypeVar("Kind")
 MakeMemory = Callable[[dict[str, int], Callable[[State, "Intent | None", bool], None]], Memory]
@@ -81,6 +82,7 @@ class Engine:
         self.slots.bind(self.memory.array, create=self.memory.fresh)
         sampler.bind(self.memory.array)
         self.distinct = deliveries is not None
+        self._tickets: dict[Event, int] = {}
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
         self._sizes_checked = (0, 0)
@@ -197,15 +199,29 @@ class Engine:
         self._sizes_checked = (batch, insert)
 
     # ------------------------------------------------------------------ waiting
-    def count_block(self, state: State, wait: Wait, word: int, event: Any) -> int:
+    def count_block(self, state: State, wait: Wait, word: int, event: Event) -> int:
         """Under the lock: count this wait once, appear among the waiters, and get a ticket."""
         if not wait.counted:
             wait.counted = True
             state[word] += 1
             self.commit(state)
+        return self.ticket(wait, event)
+
+    def ticket(self, wait: Wait, event: Event) -> int:
+        """Under the lock: appear among the waiters, and get a ticket."""
         wait.enlist()
-        ticket: int = event.prepare()
+        ticket = self._tickets[event] = event.prepare()
         return ticket
+
+    def ticket_again(self, event: Event) -> int | None:
+        """Without the lock: the ticket of another thread of this process, where nothing was published since.
+
+        A publisher moves the sequence on before it looks whether anybody waits, so a ticket that is still current was
+        drawn after the last one looked, and the next will see it. That needs loads in order, as `ControlBlock.peek` does.
+        It spares hundreds of threads that are woken in vain the queue for the lock.
+        """
+        ticket = self._tickets.get(event)
+        return ticket if ticket is not None and ORDERED and event.current(ticket) else None
 
     def wait_until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
         """Advisory: sleep until ``sample(n)`` or ``extend(n)`` may proceed. False on timeout."""
@@ -214,8 +230,7 @@ class Engine:
             while True:
                 try:
                     state = self.load()
-                    wait.enlist()
-                    ticket = event.prepare()
+                    ticket = self.ticket(wait, event)
                 finally:
                     self.control.mutex.unlock()
                 self.refuse_closed(state, op, n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +15,10 @@ from millpond.core.errors import DeadlineExceeded, InvalidArgument, InvalidType,
 from millpond.core.schema import Batch
 from millpond.flow.limiter import Block
 from millpond.replay.buffer import ReplayBuffer
-from millpond.replay.drawing import Draw, Generator, Stream
+from millpond.replay.drawing import Draw, Generator, State, Stream
 from millpond.replay.engine import Engine
 from millpond.replay.rules import check_batch_size, generator
-from millpond.replay.state import CONSUMER, ITEMS
+from millpond.replay.state import CLOSED, CONSUMER, CONSUMER_BLOCKS
 from millpond.replay.taking import Taken, Taker
 from millpond.replay.waiting import Wait, check_cancel, check_timeout
 
@@ -30,8 +32,9 @@ _SUMS = (
 class ReplayBufferEnsemble:
     """Writes go to one member; a batch is drawn from all, each item from a member chosen by ``weights``.
 
-    A batch carries ``buffer_id`` (int64 ``[n]``). It is taken from all members in one step, or from none: the members'
-    locks are taken in the order of the members. Each member keeps its own sampler and flow.
+    A batch carries ``buffer_id`` (int64 ``[n]``). It is taken from all members in one step, or from none: their
+    locks are taken together, in an order that all ensembles of all processes share, so that ensembles of the same
+    members do not lock each other out. Each member keeps its own sampler and flow.
 
     Args:
         buffers: at least one; they must hold items of one schema.
@@ -55,7 +58,7 @@ class ReplayBufferEnsemble:
         for buffer in buffers:
             if not isinstance(buffer, ReplayBuffer):
                 raise InvalidType(f"a member is a ReplayBuffer, not {type(buffer).__name__}")
-        if len({id(b) for b in buffers}) < len(buffers):
+        if len({_rank(b._engine) for b in buffers}) < len(buffers):
             raise InvalidArgument("a buffer is a member twice")
         shares = np.ones(len(buffers)) if weights is None else np.asarray(weights, np.float64)
         if (
@@ -89,7 +92,8 @@ class ReplayBufferEnsemble:
     ) -> Any:
         """A batch of all members, with ``buffer_id``. Arguments and errors are those of ``ReplayBuffer.sample``.
 
-        Raises ``SchemaMismatch`` where the members hold items of different schemas.
+        Raises ``SchemaMismatch`` where the members hold items of different schemas, and ``Unsatisfiable`` where a
+        member can never give what this batch asks of it.
         """
         n = self._size(batch_size)
         check_timeout(timeout)
@@ -110,9 +114,8 @@ class ReplayBufferEnsemble:
         return batch, info.set("buffer_id", ids)
 
     def _choose(self, n: int) -> Any:
-        return np.minimum(
-            np.searchsorted(np.cumsum(self.weights), self._random.uniform(n), side="right"), len(self.buffers) - 1
-        )
+        edges = np.cumsum(self.weights)
+        return np.searchsorted(edges / edges[-1], self._random.uniform(n), side="right")
 
     def _take(
         self, members: list[int], counts: Any, n: int, wait: bool, timeout: float | None, cancel: Any
@@ -120,7 +123,11 @@ class ReplayBufferEnsemble:
         takers = [self.buffers[i]._taker for i in members]
         engines = [self.buffers[i]._engine for i in members]
         sizes = [int(counts[i]) for i in members]
-        with Wait(engines[0].memory, f"sample({n})", CONSUMER, n, timeout, cancel) as waiting:
+        for engine, size in zip(engines, sizes, strict=True):
+            engine.refuse_impossible(batch=size)
+        began = time.monotonic()
+        waits: dict[Engine, Wait] = {}  # this call waits for one member at a time, in that member's table
+        with contextlib.ExitStack() as stack:
             while True:
                 blocked = self._first_blocked(engines, sizes)
                 if blocked is None:
@@ -132,11 +139,13 @@ class ReplayBufferEnsemble:
                 text = f"member {members[engines.index(engine)]}: {engine.explain_block('sample', size, block)}"
                 if not wait:
                     raise NotReady(text)
-                if waiting.timeout == 0:
+                if engine not in waits:
+                    waits[engine] = stack.enter_context(
+                        Wait(engine.memory, f"sample({n})", CONSUMER, size, timeout, cancel, since=began)
+                    )
+                if waits[engine].timeout == 0:
                     raise DeadlineExceeded(text)
-                ticket = _ticket(engine, waiting)
-                if engine.sample_block(engine.control.peek(), size) is not None:
-                    waiting.sleep(engine.control.events[ITEMS], ticket, lambda why=text: why)  # type: ignore[misc]
+                _sleep(engine, size, waits[engine], text)
 
     def _first_blocked(self, engines: list[Engine], sizes: list[int]) -> tuple[Engine, int, Block] | None:
         for engine, size in zip(engines, sizes, strict=True):
@@ -217,23 +226,34 @@ def _agree(members: list[int], taken: list[Taken]) -> list[Taken]:
     return taken
 
 
-def _ticket(engine: Engine, waiting: Wait) -> int:
+def _sleep(engine: Engine, size: int, waiting: Wait, text: str) -> None:
+    """Until something changed in this member. Afterwards another one may be what is waited for."""
     try:
-        engine.load()
-        return engine.control.events[ITEMS].prepare()
+        state = engine.load()
+        ticket = engine.count_block(state, waiting, CONSUMER_BLOCKS, engine.items_event)
     finally:
         engine.control.mutex.unlock()
+    if not state[CLOSED] and engine.sample_block(state, size) is not None:
+        waiting.sleep(engine.items_event, ticket, lambda: text)
+    waiting.leave()
+
+
+def _rank(engine: Engine) -> tuple[bool, str, int]:
+    """Where a lock stands in the order in which locks are taken: the same in every process that can take it."""
+    path = engine.memory.path
+    return (True, "", id(engine)) if path is None else (False, str(path), 0)
 
 
 def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> list[Taken] | None:
-    """Under all locks, taken in order: from every engine, or from none (None) where one has changed meanwhile."""
+    """Under all locks, taken in their order: from every engine, or from none (None) where one has changed meanwhile."""
     streams = [Stream(engine.random.seed()) for engine in engines]
     held: list[Engine] = []
     try:
-        states = []
-        for engine in engines:
+        loaded: dict[Engine, State] = {}
+        for engine in sorted(engines, key=_rank):
             held.append(engine)  # first: unlocking what is not held is harmless, leaving it held is not
-            states.append(engine.load())
+            loaded[engine] = engine.load()
+        states = [loaded[engine] for engine in engines]
         for engine, state, size in zip(engines, states, sizes, strict=True):
             engine.refuse_closed(state, "sample", size)
             if engine.sample_block(state, size, locked=True) is not None:

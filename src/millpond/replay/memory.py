@@ -19,6 +19,7 @@ import json
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from millpond.replay.state import RECEIPT_LINES, WORDS
 from millpond.shm import identity, mapped
 from millpond.shm.control import ControlBlock, Recover
 from millpond.shm.directory import Owner
+from millpond.shm.onlooker import Onlooker
 
 EVENTS = 2
 FORMAT = 1
 
 
 class Memory:
-    """Made by `private`, `create` or `attach`."""
+    """Made by `private`, `create`, `attach` or `observe`."""
 
     def __init__(self, sizes: Mapping[str, int], path: Path | None) -> None:
         self.path = path
@@ -48,6 +50,9 @@ class Memory:
         self.control: ControlBlock
         self._arrays: mmap.mmap
         self.owner: Owner | None = None
+        self.turnstile = threading.Lock()  # for the threads of this process that were woken, see `Wait.sleep`
+        self.buried = 0.0  # when the table of waiters was last cleared because it was full
+        self.logged = 0.0  # when a wait last said that it still waits
         self.fresh = False  # made now, so that its arrays are still to be initialised
 
     # ------------------------------------------------------------------ three ways to have one
@@ -123,6 +128,19 @@ class Memory:
                 owner.write(path)
                 memory.owner = owner
             memory._open(recover)
+        return memory
+
+    @classmethod
+    def observe(cls, sizes: Mapping[str, int], path: Path) -> Memory:
+        """To look at files that somebody made, whoever uses them or died over them. Nothing in them can be changed,
+        and their lock is never taken: `control` is an `Onlooker`, which has none.
+
+        Raises:
+            NotShareable: there is no such buffer at ``path``.
+        """
+        memory = cls(sizes, path)
+        memory.control = Onlooker(path / "control", words=WORDS, events=EVENTS)  # type: ignore[assignment]
+        memory._arrays = mapped.look_at(path / "arrays")
         return memory
 
     def _revive(self, recover: Recover) -> None:

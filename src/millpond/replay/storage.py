@@ -141,5 +141,19 @@ class MappedStorage(TensorStorage):
         return f"MappedStorage({self.capacity}, {None if self.path is None else str(self.path)!r})"
 
 
+class SeenStorage(TensorStorage):
+    """The rows of a `MappedStorage` as an onlooker sees them: it can read, and change nothing. ``path`` is the
+    buffer's directory."""
+
+    def __init__(self, capacity: int, path: Path) -> None:
+        super().__init__(capacity)
+        self._path = path
+
+    def bind(self, schema: Schema) -> None:
+        """Raises ``NotShareable`` where the rows are not there, or are others."""
+        memory: mmap.mmap = mapped.look_at(self._path / "rows", self.capacity * schema.row_nbytes)
+        self._use(schema, torch.frombuffer(memory, dtype=torch.uint8))
+
+
 LazyTensorStorage = TensorStorage
 LazyMemmapStorage = MappedStorage

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from millpond.core.schema import Schema
 from millpond.replay import state as words
 from millpond.replay.drawing import State
 from millpond.replay.engine import Engine
+from millpond.replay.waiting import bury_dead
+from millpond.shm.control import Waiter
 
 
 def stats(engine: Engine, schema: Schema | None) -> dict[str, Any]:
     """Counters at one moment, after whoever died was taken off the table of waiters."""
     control = engine.control
-    control.bury_dead(lambda state, lines: _forget(state, lines))
+    bury_dead(control)
     try:
         state = engine.load()
         waiting = control.waiting()
     finally:
         control.mutex.unlock()
-    flow = engine.flow
+    return figures(engine, schema, state, waiting)
+
+
+def figures(engine: Engine, schema: Schema | None, state: State, waiting: Sequence[Waiter]) -> dict[str, Any]:
+    """The keys of `stats`, from a state and those who wait."""
+    flow, control = engine.flow, engine.control
     return {
         "capacity": engine.capacity,
-        "size": state[words.LIVE],
-        "storage_size": state[words.STORED],
         "nbytes": engine.capacity * schema.row_nbytes if schema is not None else 0,
-        "write_count": state[words.WRITES],
-        "sample_calls": state[words.CALLS],
-        "samples_returned": state[words.RETURNED],
-        "prefetched": state[words.PREFETCHED],
-        "reserved": state[words.RESERVED],
-        "overwritten": state[words.OVERWRITTEN],
-        "consumed": state[words.CONSUMED],
-        "dropped": state[words.DROPPED],
-        "stale_updates": state[words.STALE],
-        "producer_blocks": state[words.PRODUCER_BLOCKS],
-        "consumer_blocks": state[words.CONSUMER_BLOCKS],
+        **counted(state),
         "waiting_producers": sum(w.role == words.PRODUCER for w in waiting),
         "waiting_consumers": sum(w.role == words.CONSUMER for w in waiting),
         "high_watermark": flow.high_watermark if flow.high_watermark is not None else engine.capacity,
@@ -47,9 +43,23 @@ def stats(engine: Engine, schema: Schema | None) -> dict[str, Any]:
     }
 
 
-def _forget(state: State, lines: Any) -> None:
-    """Reservations of the dead return."""
-    for line in lines:
-        items, batches = line.reserved
-        state[words.RESERVED] = max(0, state[words.RESERVED] - items)
-        state[words.PREFETCHED] = max(0, state[words.PREFETCHED] - batches)
+def counted(state: State) -> dict[str, int]:
+    """Those that are words of the state."""
+    return {name: state[word] for name, word in _WORDS.items()}
+
+
+_WORDS = {
+    "size": words.LIVE,
+    "storage_size": words.STORED,
+    "write_count": words.WRITES,
+    "sample_calls": words.CALLS,
+    "samples_returned": words.RETURNED,
+    "prefetched": words.PREFETCHED,
+    "reserved": words.RESERVED,
+    "overwritten": words.OVERWRITTEN,
+    "consumed": words.CONSUMED,
+    "dropped": words.DROPPED,
+    "stale_updates": words.STALE,
+    "producer_blocks": words.PRODUCER_BLOCKS,
+    "consumer_blocks": words.CONSUMER_BLOCKS,
+}

@@ -92,11 +92,15 @@ class Taker:
                 waiting = waiting or self._wait(n, timeout, cancel)
                 if waiting.timeout == 0:
                     raise DeadlineExceeded(engine.explain_block("sample", n, block))
-                try:
-                    state = engine.load()
-                    ticket = engine.count_block(state, waiting, CONSUMER_BLOCKS, engine.items_event)
-                finally:
-                    engine.control.mutex.unlock()
+                ticket = engine.ticket_again(engine.items_event) if waiting.listed else None
+                if ticket is not None:
+                    state = engine.control.peek()
+                else:
+                    try:
+                        state = engine.load()
+                        ticket = engine.count_block(state, waiting, CONSUMER_BLOCKS, engine.items_event)
+                    finally:
+                        engine.control.mutex.unlock()
                 if state[CLOSED] or (tries <= TRIES and engine.sample_block(state, n) is None):
                     continue  # it changed between the look and the ticket
                 waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))

@@ -13,11 +13,15 @@ import numpy as np
 
 from millpond.core.errors import Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
 from millpond.replay.memory import Memory
+from millpond.replay.state import PREFETCHED, RESERVED
+from millpond.shm.control import ControlBlock, Line
 from millpond.shm.locks import Event
 
 CANCEL_SLICE = 0.1  # a foreign event cannot wake us: look at it this often
 OWNER_SLICE = 0.5  # nor can an owner that was killed
+TURNSTILE_SLICE = 0.1
 LOG_EVERY = 30.0
+BURY_EVERY = 5.0
 
 log = logging.getLogger("millpond")
 
@@ -39,19 +43,43 @@ def check_cancel(event: Any) -> None:
         raise InvalidType(f"cancel_event has is_set(), such as a threading.Event; {type(event).__name__} has not")
 
 
+def bury_dead(control: ControlBlock) -> None:
+    """Take threads and processes that are gone off the table, and give back what they had reserved. Without the lock."""
+
+    def forget(state: list[int], lines: list[Line]) -> None:
+        for line in lines:
+            items, batches = line.reserved
+            state[RESERVED] = max(0, state[RESERVED] - items)
+            state[PREFETCHED] = max(0, state[PREFETCHED] - batches)
+
+    control.bury_dead(forget)
+
+
 class Wait:
     """Sleeps until something changed, the deadline passed, the event was set, or the owner died.
 
-    Use as a context manager: leaving it takes the thread off the table of waiters.
+    Use as a context manager: leaving it takes the thread off the table of waiters. ``since`` is when the call began
+    (monotonic), where that was earlier.
     """
 
-    def __init__(self, memory: Memory, what: str, role: int, need: int, timeout: float | None, cancel: Any) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        what: str,
+        role: int,
+        need: int,
+        timeout: float | None,
+        cancel: Any,
+        *,
+        since: float | None = None,
+    ) -> None:
         self.timeout = check_timeout(timeout)
         check_cancel(cancel)
-        self._deadline = time.monotonic() + self.timeout
+        self._deadline = (time.monotonic() if since is None else since) + self.timeout
         self._memory, self._what, self._role, self._need, self._cancel = memory, what, role, need, cancel
         self._line: int | None = None
-        self._logged = time.monotonic()
+        self._began = time.monotonic()
+        self._through = False
         self.counted = False
         self.check()
 
@@ -68,25 +96,39 @@ class Wait:
             if self._line is not None:
                 people.begin_wait(self._line, self._role, self._need)
 
+    @property
+    def listed(self) -> bool:
+        """Is this wait counted, and in the table of waiters?"""
+        return self.counted and self._line is not None
+
     def sleep(self, event: Event, ticket: int, explain: Callable[[], str]) -> None:
         """Without the lock. ``ticket`` is what ``event.prepare()`` gave under it.
+
+        Of many threads of this process that are woken at once, one after the other comes out: they would only stand in
+        each other's way, at the lock and for the GIL. That is for speed alone, so it is given up after a moment.
 
         Raises:
             DeadlineExceeded, Cancelled, PeerLost: with the explanation.
         """
+        self._let_next()
         now = time.monotonic()
         if now >= self._deadline:
             raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: {explain()}")
         span = min(self._deadline - now, CANCEL_SLICE if self._cancel is not None else OWNER_SLICE)
         moved = event.wait(ticket, span)
+        self._through = self._memory.turnstile.acquire(timeout=TURNSTILE_SLICE)
         self.check()
+        if self._line is None and now - self._memory.buried >= BURY_EVERY:
+            self._memory.buried = now
+            bury_dead(self._memory.control)  # the table was full: make room, and appear next time
         if moved:
             return
         lost = self._memory.owner_lost()
         if lost is not None:
             raise PeerLost(f"{self._what}: {lost}; while waiting: {explain()}")
-        if self.timeout == math.inf and time.monotonic() - self._logged >= LOG_EVERY:
-            self._logged = time.monotonic()
+        now = time.monotonic()
+        if self.timeout == math.inf and now - max(self._began, self._memory.logged) >= LOG_EVERY:
+            self._memory.logged = now  # one line for all that wait
             log.warning("%s still waits: %s", self._what, explain())
 
     def __enter__(self) -> Wait:
@@ -95,7 +137,14 @@ class Wait:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.leave()
 
+    def _let_next(self) -> None:
+        if self._through:
+            self._through = False
+            self._memory.turnstile.release()
+
     def leave(self) -> None:
         """Off the table of waiters."""
+        self._let_next()
         if self._line is not None:
             self._memory.control.participants.end_wait(self._line)
+            self._line = None

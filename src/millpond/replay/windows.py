@@ -320,9 +320,9 @@ class HindsightSampler(_Around):
         goals = items.read(later, [self._reached()])[0].to(wanted.dtype)
         wanted[mask] = goals
         following[mask] = goals
-        keys: list[Key] = [REWARD] + [
-            key for key in (TERMINATED,) if self.terminated is not None and key in items.schema.by_key
-        ]
+        keys: list[Key] = [REWARD]
+        if self.terminated is not None and TERMINATED in items.schema.by_key:
+            keys.append(TERMINATED)
         stored: dict[Key, torch.Tensor] = dict(zip(keys, items.read(draw.slots, keys), strict=True))
         for key, values in stored.items():
             compute = self.reward if key == REWARD else self.terminated

@@ -17,6 +17,7 @@ from millpond.replay.drawing import Floats, Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.slots import Ring
 from millpond.replay.state import (
+    CLOSED,
     DROPPED,
     EXEMPT_WRITES,
     HEAD,
@@ -53,6 +54,8 @@ class Writer:
         wait = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
         try:
             while True:
+                if wait is not None and self._still_blocked(n, wait):
+                    continue
                 try:
                     state = engine.load()
                     engine.refuse_closed(state, "extend", n)
@@ -80,6 +83,19 @@ class Writer:
 
     def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
         return Wait(self._engine.memory, f"extend({n})", PRODUCER, n, timeout, cancel)
+
+    def _still_blocked(self, n: int, wait: Wait) -> bool:
+        """After a wake-up: sleep again without queueing for the lock, where that changed nothing for this write."""
+        engine = self._engine
+        ticket = engine.ticket_again(engine.space_event) if wait.listed else None
+        if ticket is None:
+            return False
+        state = engine.control.peek()
+        block = None if state[CLOSED] else engine.insert_block(state, n)
+        if block is None:
+            return False
+        wait.sleep(engine.space_event, ticket, partial(engine.explain_block, "extend", n, block))
+        return True
 
     def _drops(self, state: State, n: int, block: Block) -> bool:
         """Under the lock: what the admission policy says where there is no room. True: the items are dropped."""

@@ -16,8 +16,8 @@ Layout, every part that another core writes on cache lines of its own::
      256  16 event counts of 64 bytes
     1280  commit
     1344  intent: number, pid, count, start
-    1408  participants, 256 × 64 bytes
-   17792  two records of ``words + 3`` 64-bit words, each rounded up to 64 bytes
+    1408  participants, 1024 × 64 bytes
+   66944  two records of ``words + 3`` 64-bit words, each rounded up to 64 bytes
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RECORDS = _TABLE + TABLE_BYTES
 _OWN_WORDS = 3  # after the caller's: settled intents, discarded intents, recoveries
 _MASK = 0xFFFFFFFF
 _WHOLE = slice(None)
-_ORDERED = platform.machine() in ("x86_64", "AMD64")  # loads stay in order: the state can be read without the lock
+ORDERED = platform.machine() in ("x86_64", "AMD64")  # loads stay in order: the state can be read without the lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class ControlBlock:
 
         The record in force is rewritten only after ``commit`` has moved on, which the second look notices.
         """
-        if not _ORDERED:
+        if not ORDERED:
             return self._peek_locked()
         word, records = self._commit_word, self._records
         while True:
@@ -229,7 +229,7 @@ class ControlBlock:
 
     # ---------------------------------------------------------------- who takes part
     def participant(self) -> int | None:
-        """Under the mutex: this thread's line in the table, or None if 256 have it full (then: ``bury_dead``)."""
+        """Under the mutex: this thread's line in the table, or None if 1024 have it full (then: ``bury_dead``)."""
         return self.participants.claim()
 
     def waiting(self, role: int | None = None) -> list[Waiter]:

@@ -180,6 +180,10 @@ class PolledEvent(SharedRecord):
         """Under the mutex, after seeing the condition false: the ticket for ``wait``."""
         return self._words[self.SEQUENCE]
 
+    def current(self, ticket: int) -> bool:
+        """Is this still the ticket that ``prepare`` would give?"""
+        return bool(self._words[self.SEQUENCE] == ticket)
+
     def wait(self, ticket: int, timeout: float | None = None) -> bool:
         """Without the mutex: sleep until the sequence has left ``ticket``. False: not within ``timeout`` seconds."""
         deadline, pause = float("inf") if timeout is None else time.monotonic() + timeout, POLL_MIN

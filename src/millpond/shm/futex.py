@@ -211,6 +211,10 @@ class EventCount(SharedRecord):
         self._words[self.AWAITED] = 1
         return self._words[self.SEQUENCE]
 
+    def current(self, ticket: int) -> bool:
+        """Is this still the ticket that ``prepare`` would give?"""
+        return bool(self._words[self.SEQUENCE] == ticket)
+
     def wait(self, ticket: int, timeout: float | None = None) -> bool:
         """Without the mutex: sleep until the sequence has left ``ticket``. False: not within ``timeout`` seconds."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout

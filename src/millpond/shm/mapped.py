@@ -22,6 +22,7 @@ __all__ = [
     "anonymous",
     "available_memory",
     "free_bytes",
+    "look_at",
     "make_directory",
     "map_file",
     "memmove",
@@ -90,15 +91,27 @@ def map_file(path: str | os.PathLike[str], nbytes: int | None = None) -> mmap.mm
     Raises:
         NotShareable: it is not there, is empty, or has another size than ``nbytes``.
     """
+    return _map(path, nbytes, os.O_RDWR, mmap.ACCESS_WRITE)
+
+
+def look_at(path: str | os.PathLike[str], nbytes: int | None = None) -> mmap.mmap:
+    """Map a whole file to look at it, as others change it: what this process writes stays in this process.
+
+    Needs no permission to write. Raises as `map_file` does.
+    """
+    return _map(path, nbytes, os.O_RDONLY, mmap.ACCESS_COPY)
+
+
+def _map(path: str | os.PathLike[str], nbytes: int | None, flags: int, access: int) -> mmap.mmap:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError as problem:
         raise NotShareable(f"{os.fspath(path)} is not there; has its owner removed it?") from problem
     try:
         size = os.fstat(fd).st_size
         if size == 0 or nbytes not in (None, size):
             raise NotShareable(f"{os.fspath(path)}: {size} bytes, not {nbytes or 'more'}; truncated, or another file?")
-        return mmap.mmap(fd, size)
+        return mmap.mmap(fd, size, access=access)
     finally:
         os.close(fd)
 

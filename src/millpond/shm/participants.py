@@ -1,6 +1,6 @@
 """The table of threads that wait for, or have reserved, something. Counts are derived from it, never kept.
 
-256 lines of 64 bytes: pid, thread id, start time of the process, role, need, since, and two reserved amounts. A line is
+1024 lines of 64 bytes: pid, thread id, start time of the process, role, need, since, and two reserved amounts. A line is
 claimed under the mutex and then written by its thread only, or by who finds that thread dead. So no death can
 falsify it: the line of a dead thread is recognised, and cleared, by the others.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from millpond.shm import identity
 
-LINES, WORDS = 256, 8
+LINES, WORDS = 1024, 8
 TABLE_BYTES = LINES * WORDS * 8
 _PID, _TID, _STARTED, _ROLE, _NEED, _SINCE, _RESERVED = range(7)
 IDLE = 0

@@ -6,6 +6,7 @@ columns are namespaced (``loss/…``, ``eval/…``); a value that is not known a
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import math
@@ -172,7 +173,7 @@ class WandbRun:
         self._run.log(dict(row), step=frames)
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def require_wandb() -> Any:
@@ -203,5 +204,6 @@ class Loggers:
             destination.write(frames, finite)
 
     def close(self) -> None:
-        for destination in self._destinations:
-            destination.close()
+        with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
+            for destination in self._destinations:
+                closing.callback(destination.close)

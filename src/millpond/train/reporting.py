@@ -33,7 +33,7 @@ class Reporter:
         self.first_return: float | None = None
         self.last_return: float | None = None
         self._eval_row: dict[str, float] = {}
-        self._phase = "prefill"
+        self._phase = ""
         self._next_tick = 0.0
         self.begin(wall_s=0.0)
 
@@ -72,6 +72,8 @@ class Reporter:
         if now < self._next_tick and phase in (None, self._phase):
             return
         self._phase = phase or self._phase
+        if self._phase == "start" and self._parts.frames:
+            self._phase = "prefill"
         self._next_tick = now + TICK_S
         stats = self._parts.collector.stats()
         self._look_at_processes(stats)

@@ -40,7 +40,8 @@ class Outcome:
     """How a run ended. ``status`` is completed, stopped, interrupted or failed; ``problem`` says why, in one line."""
 
     run: RunDirectory
-    command: str = ""
+    settings: Settings
+    command: str
     status: str = "failed"
     problem: str | None = None
     summary: dict[str, Any] = field(default_factory=dict)
@@ -86,9 +87,9 @@ def train(
             run = RunDirectory.create(Path(path))
         progress = progress or make_progress()
         loggers = _first_files(settings, run, progress, closing, after_frames=parts.frames if restored else None)
-        outcome = Outcome(run, command=command or machine.command_line())
+        outcome = Outcome(run, settings, command or machine.command_line())
         _run(outcome, parts, loggers, stop, progress, restored)
-        _finish(outcome, settings)
+        _finish(outcome)
     return outcome
 
 
@@ -155,7 +156,7 @@ def _run(
     outcome.summary = _summarize(outcome, parts, reporter)
 
 
-def _finish(outcome: Outcome, settings: Settings) -> None:
+def _finish(outcome: Outcome) -> None:
     """Judge, write what remains, and say it in one line where it is not well."""
     summary, run = outcome.summary, outcome.run
     broken = failed(outcome.checks)
@@ -167,7 +168,7 @@ def _finish(outcome: Outcome, settings: Settings) -> None:
         logger.error("%s: %s", summary["error_type"], summary["error"])
     try:
         write_json(run.summary, summary)
-        write_report(run, settings.to_dict())
+        write_report(run, outcome.settings.to_dict())
     except OSError as error:
         outcome.status, outcome.problem = "failed", f"{run.path} cannot be written: {error}"
         logger.exception("summary.json or report.html could not be written")

@@ -94,6 +94,7 @@ class Trainer:
     def run(self) -> None:
         """Train. Returns when the run is complete, or when a stop was requested."""
         parts, reporter = self._parts, self._reporter
+        reporter.tick(phase="start")
         if parts.frames == 0:
             self._evaluate(film=False)
         (self._take_turns if parts.settings.synchronous else self._side_by_side)()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from millpond.remote.cluster import DATA, ray
 from millpond.remote.line import Line, Slot
 from millpond.remote.messages import Message, decode, encode
 
@@ -40,7 +41,8 @@ class RayWire:
     """A client's way to its owner: heads and payloads by calls of the actor, any number at a time."""
 
     def __init__(self, actor: Any, line: Line) -> None:
-        self._call = actor.exchange.options(concurrency_group="data")
+        self._ray = ray()
+        self._call = actor.exchange.options(concurrency_group=DATA)
         self._line = line
 
     def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
@@ -48,19 +50,18 @@ class RayWire:
 
         Raises ``ConnectionError`` where it is not known whether the request arrived: repeat it, or find the line ended.
         """
-        import ray
-
+        errors = self._ray.exceptions
         head, payload = encode(request)
         try:
             reference = self._call.remote(self._line.id, head, to_array(payload))
             while True:
                 try:
-                    head, array = ray.get(reference, timeout=SLICE_S)
+                    head, array = self._ray.get(reference, timeout=SLICE_S)
                     return decode(head, to_tensor(array)), False
-                except ray.exceptions.GetTimeoutError:
+                except errors.GetTimeoutError:
                     if self._line.end is not None:
                         raise ConnectionError("the line has ended") from None
-        except ray.exceptions.RayError as problem:
+        except errors.RayError as problem:
             raise ConnectionError(f"{type(problem).__name__}: {problem}") from problem
 
     def close(self) -> None:

@@ -1,0 +1,192 @@
+"""Buffers in four places: this process, this host, behind Gloo, behind Ray. One cluster serves all these tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import remote_children as children
+
+from millpond import ReplayBuffer
+from millpond.remote.client import ReplayClient
+from millpond.remote.owner import Owner
+from millpond.shm.reaper import reap
+
+multiprocessing.set_forkserver_preload(["millpond.remote.service", "millpond.remote.client"])
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ["MILLPOND_TREE"] = "numpy"  # the same bits, without the seconds that compiling takes in each process
+RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
+
+Make = Callable[..., Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests."""
+    for item in items:
+        on_ray = "cluster" in getattr(item, "fixturenames", ()) or "ray" in getattr(item, "callspec", _NONE).params.values()
+        if on_ray and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
+
+
+class _NONE:
+    params: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_ours() -> Iterator[None]:
+    """No thread, segment or actor of millpond's stays, also where Ray's own come and go."""
+    before = _ours()
+    yield
+    children.wait_for(lambda: _ours() <= before, "these to go: " + str(_ours() - before))
+
+
+def _ours() -> set[str]:
+    threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("millpond")}
+    actors = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "Replay" in " ".join(process.cmdline()):
+                actors.add(f"process {process.pid}")
+        except psutil.Error:
+            continue
+    segments = {path.name for path in Path("/dev/shm").glob("millpond-*-replay-*") if _of_family(path.name)}
+    return threads | actors | segments
+
+
+def _of_family(name: str) -> bool:
+    """Segments of other sessions are none of ours."""
+    pid = int(name.split("-")[1])
+    return pid in {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+
+
+# ---------------------------------------------------------------------- processes
+@pytest.fixture(scope="package")
+def keeper() -> Iterator[children.Child]:
+    """A process that owns buffers, one test after the other."""
+    child = children.Child()
+    yield child
+    child.end()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[], children.Child]]:
+    """``child()`` starts a process of this test's own, which may be killed."""
+    started: list[children.Child] = []
+
+    def start() -> children.Child:
+        started.append(children.Child())
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+    reap()
+
+
+@pytest.fixture
+def pond(keeper: children.Child) -> Iterator[Callable[..., Owner]]:
+    """``pond(capacity, …)`` opens a buffer in another process, and gives what a client must know of it."""
+    names: list[str] = []
+
+    def opened(storage: Any, **arguments: Any) -> Owner:
+        names.append(f"pond{len(names)}")
+        asked = children.plan(storage, name=names[-1], **arguments)
+        return keeper.ask(children.open_service, asked)
+
+    yield opened
+    for name in names:
+        try:
+            keeper.ask(children.close_service, name)
+        except KeyError:  # it could not be opened
+            continue
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[..., ReplayClient]]:
+    """``client(owner, transport="gloo", …)``, left at the end."""
+    made: list[ReplayClient] = []
+
+    def make(owner: Owner, **options: Any) -> ReplayClient:
+        made.append(ReplayClient(owner, **{"transport": "gloo", "connect_timeout": 20.0, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# ---------------------------------------------------------------------- Ray
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Any]:
+    """A cluster of one node, on which others can be added: see `ray.cluster_utils`."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    ray.init(address=made.address, logging_level="ERROR", log_to_driver=False, namespace="tests")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="package")
+def ray_keeper(cluster: Any) -> Iterator[Callable[[Any], Owner]]:
+    """An actor that owns buffers, one test after the other: `RayReplayBuffer` starts a new one for each."""
+    import ray
+
+    from millpond.remote.service import ReplayActor
+
+    actor = (
+        ray.remote(concurrency_groups={"control": 4, "data": 16})(ReplayActor)
+        .options(num_cpus=0, name="pond", namespace="tests")
+        .remote()
+    )
+
+    def opened(asked: Any) -> Any:
+        ray.get(actor.close.remote())
+        return ray.get(actor.open.remote(asked, ray.get_runtime_context().gcs_address))
+
+    yield opened
+    ray.get(actor.close.remote())
+    ray.kill(actor)
+
+
+# ---------------------------------------------------------------------- a buffer in each place
+@pytest.fixture(params=["local", "shm", "gloo", "ray"])
+def way(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        pytest.importorskip("ray")
+    return str(request.param)
+
+
+@pytest.fixture
+def make(way: str, request: pytest.FixtureRequest, pond: Any, client: Any) -> Iterator[Make]:
+    """``make(capacity, kind=…, …)``: a buffer in this process, or a client of one elsewhere."""
+    buffers: list[ReplayBuffer] = []
+
+    def made(storage: Any, *, kind: type[ReplayBuffer] = ReplayBuffer, **arguments: Any) -> Any:
+        if way == "local":
+            buffers.append(kind(storage, **arguments))
+            return buffers[-1]
+        if way in ("shm", "gloo"):
+            return client(pond(storage, kind=kind, **arguments), transport=way)
+        owner = request.getfixturevalue("ray_keeper")(children.plan(storage, kind=kind, **arguments))
+        if not isinstance(owner, Owner):
+            from millpond.remote.failures import raised
+
+            raise raised(owner)
+        return client(owner, transport="ray")
+
+    yield made
+    for buffer in buffers:
+        buffer.close()
+    if way == "ray":
+        import ray
+
+        ray.get(ray.get_actor("pond", namespace="tests").close.remote())

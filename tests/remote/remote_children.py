@@ -1,0 +1,252 @@
+"""What the child processes of these tests run: owners of buffers, and their clients, in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from millpond import ReplayBuffer
+from millpond.core.errors import PeerLost
+from millpond.remote.client import ReplayClient
+from millpond.remote.owner import Owner
+from millpond.remote.service import Plan, Service
+from millpond.remote.transports import gloo
+
+CONTEXT = multiprocessing.get_context("forkserver")
+HERE = "127.0.0.1"
+
+
+def plan(storage: Any, *, kind: type[ReplayBuffer] = ReplayBuffer, transport: str = "auto", **arguments: Any) -> Plan:
+    name = arguments.pop("name", "pond")
+    return Plan(name, "tests", transport, kind, storage, arguments, connect_timeout=20.0)
+
+
+class Child:
+    """A process that obeys: ``ask(function, …)`` runs a function in it, with what earlier ones left in ``state``."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_obey, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._begun = 0
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Ask, and do not wait for the answer."""
+        self._pipe.send((function, arguments))
+        self._begun += 1
+
+    def answer(self, timeout: float = 60.0) -> Any:
+        """The next answer. Raises what the child raised."""
+        assert self._pipe.poll(timeout), "the child does not answer"
+        self._begun -= 1
+        fine, value = self._pipe.recv()
+        if not fine:
+            raise value
+        return value
+
+    def answered(self, timeout: float) -> bool:
+        return self._pipe.poll(timeout)
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.begin(function, *arguments)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join(10)
+
+    def end(self) -> None:
+        if self.process.is_alive() and not self._begun:
+            self._pipe.send(None)
+            self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+        self._pipe.close()
+        self.process.close()
+
+
+def _obey(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    state: dict[str, Any] = {}
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            asked = None
+        if asked is None:
+            close_all(state)
+            return
+        function, arguments = asked
+        try:
+            pipe.send((True, function(state, *arguments)))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            pipe.send((False, error))
+
+
+# ---------------------------------------------------------------------- as an owner
+def open_service(state: dict[str, Any], asked: Plan, node: str = HERE) -> Owner:
+    service = Service(asked, node=node, cluster="")
+    state.setdefault("services", {})[asked.name] = service
+    return service.owner
+
+
+def describe(state: dict[str, Any], name: str = "pond") -> dict[str, Any]:
+    return state["services"][name].describe()
+
+
+def close_service(state: dict[str, Any], name: str = "pond") -> None:
+    state["services"].pop(name).close()
+
+
+def close_all(state: dict[str, Any]) -> None:
+    for service in state.pop("services", {}).values():
+        service.close()
+    for client in state.pop("clients", {}).values():
+        client.close()
+
+
+# ---------------------------------------------------------------------- as a client
+def use(state: dict[str, Any], client: ReplayClient, name: str = "client") -> None:
+    state.setdefault("clients", {})[name] = client
+
+
+def call(state: dict[str, Any], method: str, *arguments: Any) -> Any:
+    """A last argument that is a dict of strings to plain values holds options."""
+    client, options = state["clients"]["client"], {}
+    if arguments and isinstance(arguments[-1], dict) and set(arguments[-1]) <= {"wait", "timeout"}:
+        *arguments, options = arguments  # type: ignore[assignment]
+    if method == "write_count_now":
+        return client.write_count
+    if method == "extend":
+        options = {}
+    return getattr(client, method)(*arguments, **options)
+
+
+def crowd(state: dict[str, Any], size: int) -> None:
+    """Many threads, each blocked in a call of the one client."""
+    client, got = state["clients"]["client"], []
+    threads = [threading.Thread(target=lambda: got.extend(ids_of(client.sample(wait=True)))) for _ in range(size)]
+    for thread in threads:
+        thread.start()
+    state["crowd"] = (threads, got)
+
+
+def disperse(state: dict[str, Any]) -> list[int]:
+    """What the crowd got."""
+    threads, got = state.pop("crowd")
+    for thread in threads:
+        thread.join(60)
+    return list(got)
+
+
+def interrupted_extend(state: dict[str, Any], items: Any) -> str:
+    try:
+        state["clients"]["client"].extend(items)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "written"
+
+
+def die_within(state: dict[str, Any], instant: str, items: Any) -> None:
+    """Be killed at an instant of a request."""
+    client = state["clients"]["client"]
+    client.stats()  # the group is there
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if instant == "before the payload":
+        gloo.Group.send = die  # type: ignore[method-assign]
+    elif instant == "within the payload":
+
+        def send(group: gloo.Group, payload: torch.Tensor) -> None:
+            work = group._group.send([payload], group._peer, 0)
+            time.sleep(0.0005)
+            die(work)
+
+        gloo.Group.send = send  # type: ignore[method-assign]
+        items = batch(500_000, start=5000)
+    else:
+        gloo.Group.receive = die  # type: ignore[method-assign]
+        client.sample()
+    client.extend(items)
+
+
+def write_and_sample(state: dict[str, Any], line: int, n: int) -> None:
+    client, number = state["clients"]["client"], 0
+    while True:
+        number += 1
+        client.extend(batch(n, start=number * n), receipt=(line, number))
+        ids_of(client.sample(wait=True))
+
+
+def extend_once(client: ReplayClient, items: Any) -> None:
+    """The target of a process: no `Child` is around it."""
+    torch.set_num_threads(1)
+    client.extend(items)
+    client.close()
+
+
+def possessions(state: dict[str, Any], name: str) -> tuple[int, int, int]:
+    """Threads, descriptors, and names in the store of an owner."""
+    store = state["services"][name]._endpoint._store
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()
+
+
+def break_next_receive(state: dict[str, Any]) -> None:
+    """The next payload that comes to this owner is lost."""
+    receive = gloo.Group.receive
+
+    def breaking(group: gloo.Group, nbytes: int, **options: Any) -> torch.Tensor:
+        gloo.Group.receive = receive  # type: ignore[method-assign]
+        raise PeerLost("the cable was pulled")
+
+    gloo.Group.receive = breaking  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------- here
+def wait_for(true: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+    """Look until it is true. Fails where it does not become so."""
+    end = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < end, f"waited {timeout} s for {what}"
+        time.sleep(0.01)
+
+
+def batch(n: int, *, start: int = 0) -> dict[str, Any]:
+    """n items that tell what they are: all fields say the number of the item."""
+    ids = torch.arange(start, start + n)
+    return {
+        "observation": ids[:, None].float().repeat(1, 3),
+        "action": ids.to(torch.int32)[:, None].repeat(1, 2),
+        "next": {"reward": ids[:, None].double(), "done": (ids % 2 == 0)[:, None]},
+    }
+
+
+def ids_of(found: Any) -> list[int]:
+    """The numbers of the items of a batch; fails where the fields of one disagree."""
+    ids = found["action"][:, 0].long()
+    assert torch.equal(found["observation"], ids[:, None].float().repeat(1, 3))
+    assert torch.equal(found["next", "reward"], ids[:, None].double())
+    assert torch.equal(found["next", "done"], (ids % 2 == 0)[:, None])
+    return [int(i) for i in ids]

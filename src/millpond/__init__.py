@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from millpond.flow.limiter import Flow
-from millpond.replay import BlockingReplayBuffer, RateLimitedReplayBuffer, ReplayBuffer, ReplayBufferEnsemble
-
 if TYPE_CHECKING:
-    from millpond.train.policy import load_policy as load_policy
+    from millpond.flow.limiter import Flow
+    from millpond.replay import BlockingReplayBuffer, RateLimitedReplayBuffer, ReplayBuffer, ReplayBufferEnsemble
+    from millpond.train.policy import load_policy
 
 __version__ = "0.1.0"
 
@@ -22,11 +22,23 @@ __all__ = [
     "load_policy",
 ]
 
+# Imported when first asked for: torch takes seconds, and workers that need only a lock or a counter start without it.
+_HOMES = {
+    "Flow": "millpond.flow.limiter",
+    "BlockingReplayBuffer": "millpond.replay",
+    "RateLimitedReplayBuffer": "millpond.replay",
+    "ReplayBuffer": "millpond.replay",
+    "ReplayBufferEnsemble": "millpond.replay",
+    "load_policy": "millpond.train.policy",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Training needs more packages than replay; they are imported when somebody asks for a trained policy."""
-    if name == "load_policy":
-        from millpond.train.policy import load_policy
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'millpond' has no attribute {name!r}")
+    return getattr(import_module(home), name)
 
-        return load_policy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -130,16 +130,25 @@ def use(state: dict[str, Any], client: ReplayClient, name: str = "client") -> No
     state.setdefault("clients", {})[name] = client
 
 
-def call(state: dict[str, Any], method: str, *arguments: Any) -> Any:
-    """A last argument that is a dict of strings to plain values holds options."""
-    client, options = state["clients"]["client"], {}
-    if arguments and isinstance(arguments[-1], dict) and set(arguments[-1]) <= {"wait", "timeout"}:
-        *arguments, options = arguments  # type: ignore[assignment]
-    if method == "write_count_now":
-        return client.write_count
-    if method == "extend":
-        options = {}
-    return getattr(client, method)(*arguments, **options)
+def write(state: dict[str, Any], n: int, start: int) -> list[int]:
+    """Items are made where they are needed: tensors that cross a pipe leave threads behind."""
+    return state["clients"]["client"].extend(batch(n, start=start)).tolist()
+
+
+def read(state: dict[str, Any], n: int) -> list[int]:
+    return ids_of(state["clients"]["client"].sample(n, wait=True))
+
+
+def interrupted_write(state: dict[str, Any], n: int, start: int) -> str:
+    try:
+        write(state, n, start)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "written"
+
+
+def write_count(state: dict[str, Any]) -> int:
+    return int(state["clients"]["client"].write_count)
 
 
 def crowd(state: dict[str, Any], size: int) -> None:
@@ -159,17 +168,10 @@ def disperse(state: dict[str, Any]) -> list[int]:
     return list(got)
 
 
-def interrupted_extend(state: dict[str, Any], items: Any) -> str:
-    try:
-        state["clients"]["client"].extend(items)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "written"
-
-
-def die_within(state: dict[str, Any], instant: str, items: Any) -> None:
+def die_within(state: dict[str, Any], instant: str) -> None:
     """Be killed at an instant of a request."""
     client = state["clients"]["client"]
+    items = batch(5000, start=5000)
     client.stats()  # the group is there
 
     def die(*_: Any, **__: Any) -> None:
@@ -200,10 +202,10 @@ def write_and_sample(state: dict[str, Any], line: int, n: int) -> None:
         ids_of(client.sample(wait=True))
 
 
-def extend_once(client: ReplayClient, items: Any) -> None:
+def extend_once(client: ReplayClient, n: int, start: int) -> None:
     """The target of a process: no `Child` is around it."""
     torch.set_num_threads(1)
-    client.extend(items)
+    client.extend(batch(n, start=start))
     client.close()
 
 

@@ -240,14 +240,14 @@ def test_ctrl_c_takes_the_call_back(pond, child, client):
     made.extend(batch(4))
     other = child()
     other.ask(children.use, ReplayClient(owner, transport="gloo"))
-    other.begin(children.interrupted_extend, batch(2, start=50))
+    other.begin(children.interrupted_write, 2, 50)
     wait_for(lambda: waiters(made, "producers") == 1, "the writer")
     other.signal(signal.SIGINT)
     assert other.answer() == "interrupted"
     assert waiters(made, "producers") == 0
     made.sample()
     assert made.write_count == 4
-    assert other.ask(children.call, "write_count_now") == 4
+    assert other.ask(children.write_count) == 4
 
 
 def test_an_owner_that_is_busy_is_not_taken_for_dead(child, client):
@@ -303,7 +303,10 @@ def test_the_death_of_a_client_that_waits(pond, child, client, side):
         made.extend(batch(4))
     dying = child()
     dying.ask(children.use, ReplayClient(owner, transport="gloo"))
-    dying.begin(children.call, side, *((batch(2, start=70),) if side == "extend" else (2, False)), {"wait": True})
+    if side == "extend":
+        dying.begin(children.write, 2, 70)
+    else:
+        dying.begin(children.read, 2)
     sort = "producers" if side == "extend" else "consumers"
     wait_for(lambda: waiters(made, sort) == 1, "the client to wait")
     dying.kill()
@@ -325,7 +328,7 @@ def test_the_death_of_a_client_within_a_request(pond, keeper, child, client, ins
     for i in range(3):
         dying = child()
         dying.ask(children.use, ReplayClient(owner, transport="gloo"))
-        dying.begin(children.die_within, instant, batch(5000, start=5000))
+        dying.begin(children.die_within, instant)
         dying.process.join(30)
         assert dying.process.exitcode == -signal.SIGKILL
         old.extend(batch(1, start=i))
@@ -451,7 +454,7 @@ def test_clients_travel_to_processes_of_any_kind(pond, client, method):
     made = client(owner)
     made.extend(batch(3))
     context = multiprocessing.get_context(method)
-    process = context.Process(target=children.extend_once, args=(made, batch(2, start=3)))
+    process = context.Process(target=children.extend_once, args=(made, 2, 3))
     process.start()
     made.extend(batch(1, start=5))
     process.join(60)

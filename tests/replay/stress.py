@@ -252,6 +252,8 @@ class Run:
         if self.max_gap > 1.0:
             self.problems.append(f"nobody committed for {self.max_gap:.2f} s")
         rb.close()
+        for one in everyone:
+            one["process"].close()
         return {
             "method": self.method,
             "mode": self.mode,

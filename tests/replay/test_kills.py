@@ -19,7 +19,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("method", "mode", "kills"), KILLS, ids=lambda value: str(value))
 def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: str, kills: int) -> None:
     """proc-1: none torn, the counters add up, nobody waits longer than 1 s, each item is delivered as often as

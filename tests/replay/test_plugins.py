@@ -150,6 +150,49 @@ def test_in_another_process(method: str, moved: bool, tmp_path: Path) -> None:
         assert rb.stats()["consumed"] == 6
 
 
+class Failing(CompressedStorage):
+    """Refuses one write."""
+
+    fails = False
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        if self.fails:
+            self.fails = False
+            raise OSError("no")
+        super().write(slots, rows)
+
+
+def test_sharing_that_fails_leaves_the_buffer_as_it_was(tmp_path: Path) -> None:
+    storage = Failing(8, str(tmp_path / "rows"))
+    with ReplayBuffer(storage, sampler=NewestFirst(), prefetch=1) as rb:
+        rb.extend(numbers(4))
+        rb.sample(2)
+        before = rb.stats()
+        storage.fails = True
+        with pytest.raises(OSError, match="no"):
+            rb.share()
+        assert not rb.shared
+        assert rb.stats() == before
+        rb.extend(numbers(2, 4))
+        assert [rb.sample(2)["x"].tolist() for _ in range(2)] == [[3, 2], [5, 4]]
+        rb.share()
+        assert rb.shared
+        assert rb.sampler.draws == 4  # type: ignore[attr-defined]
+
+
+def test_a_write_that_a_storage_refuses_is_not_there(tmp_path: Path) -> None:
+    storage = Failing(8, str(tmp_path / "failing"))
+    with ReplayBuffer(storage, sampler=NewestFirst(), consume_after_n_samples=1, shared=True) as rb:
+        rb.extend(numbers(4))
+        storage.fails = True
+        with pytest.raises(OSError, match="no"):
+            rb.extend(numbers(3, 4))
+        assert (len(rb), rb.write_count) == (4, 4)
+        rb.extend(numbers(2, 4))
+        assert rb.sample(6)["x"].tolist() == [5, 4, 3, 2, 1, 0]
+        assert rb.stats()["discarded_writes"] == 1
+
+
 def test_a_path_alone_does_not_bring_them(tmp_path: Path) -> None:
     with ReplayBuffer(8, sampler=NewestFirst(), shared=True) as rb:
         rb.extend(numbers(4))

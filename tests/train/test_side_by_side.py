@@ -78,10 +78,10 @@ def test_evaluations_that_are_due_while_one_runs_are_skipped_and_counted(tmp_pat
     flag = tmp_path / "flag"
     flag.write_text("")
     words = ["env.kwargs.fault=hang", f"env.kwargs.while_there={flag}", "env.kwargs.where=millpond-evaluator"]
-    outcome = run(tmp_path / "run", *ASYNC, *words, "eval.interval_frames=30", "eval.timeout=5")
+    outcome = run(tmp_path / "run", *ASYNC, *words, "eval.interval_frames=10", "eval.timeout=1")
     assert outcome.status == "completed"
     last = rows(tmp_path / "run")[-1]
-    assert int(last["eval/skipped"]) >= 3
+    assert int(last["eval/skipped"]) >= 1
     assert int(last["eval/failed"]) >= 1
 
 

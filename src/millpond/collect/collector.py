@@ -246,8 +246,9 @@ class Collector:
         Raises:
             InvalidArgument: it does not fit, or this collector has begun.
         """
-        self._lane.rollout.load_state_dict(state["workers"][0], incarnation=state["lives"][0])
-        self._me.lives = state["lives"][0] + 1
+        lives = max(state["lives"], default=0)
+        self._lane.rollout.load_state_dict(next(iter(state["workers"]), None), incarnation=lives)
+        self._me.lives = lives + 1
         self.budget.restore(state["collected_frames"])
 
     def close(self) -> None:

@@ -272,15 +272,16 @@ class Rollout:
         closed.truncate(np.ones(self.rows.num_envs, bool))
         return closed.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any], *, incarnation: int) -> None:
-        """Hold the frames that were saved, and number episodes as the life that ``incarnation`` tells.
+    def load_state_dict(self, state: dict[str, Any] | None, *, incarnation: int) -> None:
+        """Hold the frames that were saved, if any, and number episodes as the life that ``incarnation`` tells.
 
         Raises:
             InvalidArgument: they do not fit, or steps were made already.
         """
         if self._observation is not None:
             raise InvalidArgument("a collector that has begun cannot load what another one saved")
-        self.rows.load_state_dict(state)
+        if state is not None:
+            self.rows.load_state_dict(state)
         self._live(incarnation)
 
     def _live(self, incarnation: int) -> None:

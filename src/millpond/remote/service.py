@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from millpond.replay.storage import TensorStorage
 from millpond.shm.reaper import reap
 
 log = logging.getLogger("millpond")
+Part = TypeVar("Part", Group, Endpoint)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Service:
         self._lock = threading.Lock()
         self._clients: dict[bytes, Client] = {}
         self._groups: dict[Caller, Group] = {}
+        self._prefixes: dict[Caller, list[str]] = {}
         self.traffic = {"ray_in": 0, "ray_out": 0, "gloo_in": 0, "gloo_out": 0}  # bytes; by Ray the heads too
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -91,6 +93,9 @@ class Service:
         with self._lock:
             client = self._clients.pop(caller.id, None)
             self._groups.pop(caller, None)
+            prefixes = self._prefixes.pop(caller, [])
+        for prefix in prefixes:
+            self._in_use(self._endpoint).forget(prefix)
         if client is not None:
             self._answers.forget(client)
 
@@ -123,17 +128,17 @@ class Service:
             caller.send(number_of(head), encode(Message("broken", number_of(head)))[0])
 
     @staticmethod
-    def _in_use(group: Group | None) -> Group:
-        if group is None:
-            raise PeerLost("a payload came before its group")
-        return group
+    def _in_use(part: Part | None) -> Part:
+        if part is None:
+            raise PeerLost("this owner has no endpoint, or a payload came before its group")
+        return part
 
     def _make_group(self, caller: Caller, request: Message) -> None:
         """The client makes its end at the same time."""
-        if self._endpoint is None:
-            raise PeerLost("this owner has no endpoint")
+        endpoint, prefix = self._in_use(self._endpoint), request.fields["prefix"]
         self._groups.pop(caller, None)
-        self._groups[caller] = self._endpoint.group(request.fields["prefix"], self._timeout)
+        self._prefixes.setdefault(caller, []).append(prefix)
+        self._groups[caller] = endpoint.group(prefix, self._timeout)
 
     # ------------------------------------------------------------------ Ray
     def exchange(self, identity: bytes, head: bytes, array: Bytes | None) -> tuple[bytes, Bytes | None]:

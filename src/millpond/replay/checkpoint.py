@@ -301,14 +301,20 @@ def move_to_shared(buffer: ReplayBuffer) -> None:
     rules, generator = buffer._rules, old.random.torch
     own = rules.storage
     storage = MappedStorage(old.capacity) if own is None else own
-    ahead, schema = buffer._ahead, buffer._schema
+    before = dict(buffer.__dict__)
     try:
         buffer._build(rules, storage, generator, shared=True)
         load_state_dict(buffer, saved)
     except BaseException:
-        if buffer._engine is not old:
-            buffer._engine.memory.remove()
-        buffer._engine, buffer._ahead, buffer._schema = old, ahead, schema
+        failed = buffer._engine
+        if failed is not old:
+            failed.memory.remove()
+            failed.let_go(storage=failed.storage is not old.storage)
+        if buffer._finalizer is not before["_finalizer"]:
+            buffer._finalizer.detach()
+        buffer.__dict__.update(before)
         old.slots.bind(old.memory.array, create=False)
         old.sampler.bind(old.memory.array)
         raise
+    before["_finalizer"].detach()
+    old.let_go(storage=old.storage is not buffer._engine.storage)  # else the buffer would take twice its memory

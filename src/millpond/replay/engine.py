@@ -289,12 +289,13 @@ class Engine:
             finally:
                 self.control.mutex.unlock()
 
-    def let_go(self) -> None:
+    def let_go(self, *, storage: bool = True) -> None:
         """Nobody new comes: break the rings of references, so that the memory goes as soon as the last call has
-        left."""
+        left. The rows too, unless another engine goes on with this ``storage``."""
         self.find_rows, self.recover_rows = lambda: False, None
         self.control.recover = None
-        self.storage.close()
+        if storage:
+            self.storage.close()
 
     def receipt(self, line: int) -> int:
         """The latest number that a write left on this line; 0 where none did."""

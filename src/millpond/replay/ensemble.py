@@ -162,14 +162,26 @@ class ReplayBufferEnsemble:
         return all(b.can_sample(n) for b, w in zip(self.buffers, self.weights, strict=True) if w > 0)
 
     def update_priority(self, sample: TensorDict, priority: Any) -> int:
-        """As ``ReplayBuffer.update_priority``, for a batch of this ensemble."""
-        values = torch.as_tensor(priority).reshape(-1)
-        applied = 0
-        for i, buffer in enumerate(self.buffers):
-            mine = sample["buffer_id"] == i
-            if bool(mine.any()):
-                applied += buffer.update_priority(sample[mine], values[mine])
-        return applied
+        """As ``ReplayBuffer.update_priority``, for a batch of this ensemble. Members without priorities are left out.
+
+        Raises ``InvalidArgument``, before anything was changed; also where no member has priorities.
+        """
+        if "buffer_id" not in sample.keys():  # noqa: SIM118 — a TensorDict iterates over its items
+            raise InvalidArgument("this batch has no buffer_id: is it one that the ensemble's sample() returned?")
+        ids = sample["buffer_id"]
+        prioritized = [(i, b, b._engine.priorities) for i, b in enumerate(self.buffers)]
+        members = [(i, b, p) for i, b, p in prioritized if p is not None]
+        if not members:
+            raise InvalidArgument("update_priority needs a member with a PrioritizedSampler")
+        values = torch.as_tensor(priority).detach().cpu().reshape(-1)
+        if values.numel() == 1:
+            values = values.expand(len(ids))
+        if len(values) != len(ids):
+            raise InvalidArgument(f"{len(values)} priorities for {len(ids)} items")
+        masks = [(buffer, priorities, (ids == i).cpu()) for i, buffer, priorities in members]
+        for _, priorities, mine in masks:
+            priorities.leaves(values[mine], int(mine.sum()))  # refuses what is no priority
+        return sum(b.update_priority(sample[mine], values[mine]) for b, _, mine in masks if bool(mine.any()))
 
     def stats(self) -> dict[str, Any]:
         """The keys of ``ReplayBuffer.stats``, summed, and each member's under ``members``."""
@@ -250,7 +262,7 @@ def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> l
     held: list[Engine] = []
     try:
         loaded: dict[Engine, State] = {}
-        for engine in sorted(engines, key=_rank):
+        for engine in engines:
             held.append(engine)  # first: unlocking what is not held is harmless, leaving it held is not
             loaded[engine] = engine.load()
         states = [loaded[engine] for engine in engines]

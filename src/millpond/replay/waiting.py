@@ -113,7 +113,7 @@ class Wait:
         self._let_next()
         now = time.monotonic()
         if now >= self._deadline:
-            raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: {explain()}")
+            raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: {self._why(explain)}")
         span = min(self._deadline - now, CANCEL_SLICE if self._cancel is not None else OWNER_SLICE)
         moved = event.wait(ticket, span)
         self._through = self._memory.turnstile.acquire(timeout=TURNSTILE_SLICE)
@@ -125,17 +125,20 @@ class Wait:
             return
         lost = self._memory.owner_lost()
         if lost is not None:
-            raise PeerLost(f"{self._what}: {lost}; while waiting: {explain()}")
+            raise PeerLost(f"{self._what}: {lost}; while waiting: {self._why(explain)}")
         now = time.monotonic()
         if self.timeout == math.inf and now - max(self._began, self._memory.logged) >= LOG_EVERY:
             self._memory.logged = now  # one line for all that wait
-            log.warning("%s still waits: %s", self._what, explain())
+            log.warning("%s still waits: %s", self._what, self._why(explain))
 
     def __enter__(self) -> Wait:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.leave()
+
+    def _why(self, explain: Callable[[], str]) -> str:
+        return explain().removeprefix(f"{self._what} cannot proceed: ")
 
     def _let_next(self) -> None:
         if self._through:

@@ -83,7 +83,7 @@ def _describe(text: str, prefix: str, only: str | None = None) -> list[tuple[str
     group = ""
     for line in text.splitlines():
         match = re.fullmatch(r"( *)([a-z_]+):(?: +([^#]*?))?(?: +# (.*))?", line)
-        if match is None or match[2] == "defaults":
+        if match is None or match[2] == "defaults" or (only is not None and match[2] == "name"):
             continue
         group = group if match[1] else ""
         if not match[3] and match[4] is None:

@@ -62,7 +62,7 @@ class Endpoint:
     """An owner's side: open before any client comes, so that no payload ever has to go another way."""
 
     def __init__(self, host: str) -> None:
-        self._host = host
+        self._lock = threading.Lock()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._device = ProcessGroupGloo.create_device(hostname=host)
         self.address: tuple[str, int] = (host, self._store.port)
@@ -70,11 +70,13 @@ class Endpoint:
     def group(self, prefix: str, timeout: float) -> Group:
         """The owner's end of a new group; the client makes the other end at the same time. Raises ``PeerLost``."""
         store = connect(self.address, timeout)  # one of its own: who waits in a store keeps others out of it
-        try:
-            return Group(store, prefix, OWNER, self._device, timeout)
-        finally:
-            for key in ("0/0", "0/1", "0", "1"):
-                store.delete_key(f"/{prefix}/{key}")
+        return Group(store, prefix, OWNER, self._device, timeout)
+
+    def forget(self, prefix: str) -> None:
+        """Free what a group left in the store. Only when its client is gone: it may still be reading."""
+        with self._lock:
+            for rank in (OWNER, CLIENT):
+                self._store.delete_key(f"{prefix}/0/{rank}")  # where Gloo puts the address of this rank
 
 
 def connect(address: tuple[str, int], timeout: float) -> TCPStore:

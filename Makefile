@@ -7,7 +7,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 TORCH ?= torch==2.13.0
-TRAIN ?= algorithm=sac env=InvertedPendulum-v5 total_frames=6000
+TRAIN ?= profile=demo
 TEST ?=
 BENCH ?=
 

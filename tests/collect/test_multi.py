@@ -506,6 +506,17 @@ def test_workers_that_die_are_replaced(how: str, tmp_path: Path, caplog: pytest.
     assert stats["reserved_frames"] == 0
 
 
+def test_batches_that_a_dead_worker_had_handed_over_are_handed_out() -> None:
+    with MultiCollector(Diary, num_workers=1, frames_per_batch=10, total_frames=100) as collector:
+        collected = next(collector).numel()  # type: ignore[union-attr]
+        until(lambda: states(collector) == {"waiting"}, collector)
+        os.kill(pids(collector)[0], signal.SIGKILL)
+        until(lambda: collector.stats()["restarts"] == 1, collector)
+        rest: Any = torch.cat(list(collector))  # type: ignore[arg-type]
+        assert collected + rest.numel() == collector.collected_frames == 100
+        assert int(((rest["episode_id"] >> 36) & 4095 == 0).sum()) == 20
+
+
 def test_a_worker_that_dies_too_often_ends_the_collection(tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / f"{i}.kill").touch()

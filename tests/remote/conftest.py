@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,21 +30,22 @@ Make = Callable[..., Any]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests."""
     for item in items:
-        on_ray = "cluster" in getattr(item, "fixturenames", ()) or "ray" in getattr(item, "callspec", _NONE).params.values()
-        if on_ray and Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and _on_ray(item):
             item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
 
 
-class _NONE:
-    params: dict[str, Any] = {}
+def _on_ray(item: Any) -> bool:
+    return "cluster" in item.fixturenames or (hasattr(item, "callspec") and item.callspec.params.get("way") == "ray")
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_ours() -> Iterator[None]:
+def nothing_of_ours(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread, segment or actor of millpond's stays, also where Ray's own come and go."""
+    if _on_ray(request.node):
+        request.getfixturevalue("ray_keeper")  # it stays for others
     before = _ours()
     yield
-    children.wait_for(lambda: _ours() <= before, "these to go: " + str(_ours() - before))
+    children.wait_for(lambda: _ours() <= before, lambda: f"these to go: {sorted(_ours() - before)}")
 
 
 def _ours() -> set[str]:
@@ -128,6 +130,7 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the workers find what the tests define
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     ray.init(address=made.address, logging_level="ERROR", log_to_driver=False, namespace="tests")
     yield made

@@ -187,7 +187,7 @@ def die_within(state: dict[str, Any], instant: str) -> None:
             die(work)
 
         gloo.Group.send = send  # type: ignore[method-assign]
-        items = batch(500_000, start=5000)
+        items = batch(200_000, start=5000)
     else:
         gloo.Group.receive = die  # type: ignore[method-assign]
         client.sample()
@@ -227,11 +227,11 @@ def break_next_receive(state: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- here
-def wait_for(true: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+def wait_for(true: Callable[[], Any], what: str | Callable[[], str], timeout: float = 20.0) -> None:
     """Look until it is true. Fails where it does not become so."""
     end = time.monotonic() + timeout
     while not true():
-        assert time.monotonic() < end, f"waited {timeout} s for {what}"
+        assert time.monotonic() < end, f"waited {timeout} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.01)
 
 

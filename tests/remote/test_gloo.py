@@ -325,7 +325,7 @@ def test_the_death_of_a_client_within_a_request(pond, keeper, child, client, ins
     owner = pond(20_000, batch_size=5000)
     old = client(owner)
     old.extend(batch(5000))
-    for i in range(3):
+    for i in range(2):
         dying = child()
         dying.ask(children.use, ReplayClient(owner, transport="gloo"))
         dying.begin(children.die_within, instant)
@@ -336,8 +336,8 @@ def test_the_death_of_a_client_within_a_request(pond, keeper, child, client, ins
         new.sample()
         new.close()
     wait_for(lambda: len(keeper.ask(children.describe, "pond0")["clients"]) == 1, "the owner to forget them")
-    assert old.write_count == 5003
-    assert ids_of(old[:]) == [*range(5000), 0, 1, 2]
+    assert old.write_count == 5002
+    assert ids_of(old[:]) == [*range(5000), 0, 1]
 
 
 @pytest.mark.slow
@@ -495,7 +495,9 @@ def test_many_clients_at_once(pond, client):
 
 def test_threads_share_a_client(pond, client):
     made = client(pond(50_000, batch_size=10, flow=Flow(min_size=1)))
-    threads = [Waiting(lambda k=k: [made.extend(batch(100, start=100 * (10 * k + i))) for i in range(10)]) for k in range(8)]
+    threads = [
+        Waiting(lambda k=k: [made.extend(batch(100, start=1000 * k + 100 * i)) for i in range(10)]) for k in range(8)
+    ]
     for each in threads:
         each.join()
     assert sorted(ids_of(made[:])) == list(range(8000))

@@ -22,7 +22,8 @@ COMMON = [
 
 
 def test_dqn_balances_the_pole(tmp_path: Path):
-    words = ["algorithm=dqn", "env=CartPole-v1", "seed=2", "algorithm.hidden=[120,84]", "algorithm.epsilon_frames=3000"]
+    words = ["algorithm=dqn", "env=CartPole-v1", "seed=1", "algorithm.hidden=[120,84]", "algorithm.epsilon_frames=3000"]
+    words.append("total_frames=4000")
     assert run(tmp_path / "run", *COMMON, *words, "replay.batch_size=64").problem is None
     told = summary(tmp_path / "run")
     assert told["eval_return_first"] < 60

@@ -115,9 +115,7 @@ class Answers:
             client.notify(number)
 
         need, exempt = request.fields["n"], bool(request.fields.get("exempt"))
-        self._lots[side].park(
-            Call(client.id, number, need, exempt, lambda: self._attempt(client, request), answered)
-        )
+        self._lots[side].park(Call(client.id, number, need, exempt, lambda: self._attempt(client, request), answered))
         return ledger.look(number) or Message("parked", number)
 
     def _about(self, client: Client, request: Message) -> Message:

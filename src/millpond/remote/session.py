@@ -21,7 +21,7 @@ from millpond.remote.owner import Owner
 from millpond.replay.waiting import CANCEL_SLICE, LOG_EVERY, OWNER_SLICE, check_cancel, check_timeout
 
 TRIES = 5  # of one request, where what carries it breaks and the owner lives
-END_S = 1.0  # a dying process closes its connections one after the other
+END_S = 0.5  # a dying process closes its connections one after the other
 
 log = logging.getLogger("millpond")
 

@@ -262,7 +262,7 @@ def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> l
     held: list[Engine] = []
     try:
         loaded: dict[Engine, State] = {}
-        for engine in engines:
+        for engine in sorted(engines, key=_rank):
             held.append(engine)  # first: unlocking what is not held is harmless, leaving it held is not
             loaded[engine] = engine.load()
         states = [loaded[engine] for engine in engines]

@@ -57,6 +57,10 @@ class Group:
         self.received += nbytes
         return payload
 
+    def close(self) -> None:
+        """Hang up. What the other end still sends or awaits fails at once."""
+        self._group = None
+
 
 class Endpoint:
     """An owner's side: open before any client comes, so that no payload ever has to go another way."""
@@ -73,7 +77,7 @@ class Endpoint:
         return Group(store, prefix, OWNER, self._device, timeout)
 
     def forget(self, prefix: str) -> None:
-        """Free what a group left in the store. Only when its client is gone: it may still be reading."""
+        """Free what a group left in the store. Only when its client is gone: Gloo crashes over a name that vanishes."""
         with self._lock:
             for rank in (OWNER, CLIENT):
                 self._store.delete_key(f"{prefix}/0/{rank}")  # where Gloo puts the address of this rank
@@ -113,22 +117,26 @@ class GlooWire:
         """
         head, payload = encode(request)
         with self._turn:
-            group = self._group or self._make_group()
-            self._group = None  # whatever cuts us off here leaves a group with bytes underway, of no use any more
-            self._line.ask(head)
-            if payload is not None:
-                group.send(payload.cpu())
-            said, noticed = slot.get(), False
-            while said == b"":
-                said, noticed = slot.get(), True
-            if said is None:
-                raise ConnectionError("the line has ended")
-            nbytes = payload_nbytes(said)
-            answer = decode(said, group.receive(nbytes, pinned=self._pinned) if nbytes else None)
-            if answer.kind == "broken":
-                raise ConnectionError("the group broke")
-            self._group = group
-            return answer, noticed
+            if self._group is None:
+                self._group = self._make_group()
+            group = self._group
+            try:
+                self._line.ask(head)
+                if payload is not None:
+                    group.send(payload.cpu())
+                said, noticed = slot.get(), False
+                while said == b"":
+                    said, noticed = slot.get(), True
+                if said is None:
+                    raise ConnectionError("the line has ended")
+                nbytes = payload_nbytes(said)
+                answer = decode(said, group.receive(nbytes, pinned=self._pinned) if nbytes else None)
+                if answer.kind == "broken":
+                    raise ConnectionError("the group broke")
+                return answer, noticed
+            except BaseException:  # Ctrl-C too leaves a group with bytes underway: it is of no use any more
+                self.close()
+                raise
 
     def _make_group(self) -> Group:
         self._groups += 1
@@ -137,7 +145,10 @@ class GlooWire:
         return join(self._address, prefix, self._line.local_host, self._timeout)
 
     def close(self) -> None:
-        self._group = None
+        """Hang up the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
 
 def _patience(nbytes: int) -> timedelta:

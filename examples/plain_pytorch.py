@@ -25,6 +25,7 @@ def walk(times: int) -> dict[str, Tensor | dict[str, Tensor]]:
 
 
 def main() -> None:
+    """Learn, and print what was learned beside what is right."""
     torch.manual_seed(0)
     buffer = ReplayBuffer(1_000, batch_size=64, seed=0)
     buffer.extend(walk(times=100))

@@ -29,6 +29,7 @@ def produce(buffer: ReplayBuffer, who: int) -> None:
 
 
 def main() -> None:
+    """The learner's side, which also starts the producers."""
     flow = Flow(min_size=256, samples_per_insert=2, max_debt=512)
     with ReplayBuffer(4_096, batch_size=BATCH, flow=flow, shared=True, seed=0) as buffer:
         producers = [mp.get_context("spawn").Process(target=produce, args=(buffer, who)) for who in range(PRODUCERS)]

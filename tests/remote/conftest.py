@@ -151,6 +151,8 @@ def ray_keeper(cluster: Any) -> Iterator[Callable[[Any], Owner]]:
         .remote()
     )
 
+    ray.get(actor.close.remote())  # it is there
+
     def opened(asked: Any) -> Any:
         ray.get(actor.close.remote())
         return ray.get(actor.open.remote(asked, ray.get_runtime_context().gcs_address))

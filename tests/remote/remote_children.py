@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
-from millpond import ReplayBuffer
+from millpond import Flow, ReplayBuffer
 from millpond.core.errors import PeerLost
 from millpond.remote.client import ReplayClient
 from millpond.remote.owner import Owner
@@ -252,3 +253,43 @@ def ids_of(found: Any) -> list[int]:
     assert torch.equal(found["next", "reward"], ids[:, None].double())
     assert torch.equal(found["next", "done"], (ids % 2 == 0)[:, None])
     return [int(i) for i in ids]
+
+
+# ---------------------------------------------------------------------- producers on Ray
+BLOCK = Flow(admission="block")
+
+
+def numbered(n: int, start: int) -> TensorDict:
+    """n items of 64 bytes that differ in every field."""
+    ids = torch.arange(start, start + n)
+    noise = (ids[:, None] * torch.tensor([2654435761, 40503, 97, 1])) % 2**31
+    return TensorDict({"id": ids, "noise": noise, "value": noise.float() / 2**31}, [n])
+
+
+def checksum(items: TensorDict) -> int:
+    """Of every bit of every item, in any order: the sum of a mixed sum of the 64-bit words of each."""
+    words = torch.cat(
+        [items["id"][:, None], items["noise"], items["value"].contiguous().view(torch.int64).reshape(len(items), -1)], 1
+    )
+    mixed = words * torch.arange(1, 2 * words.shape[1], 2)
+    return int((mixed.sum(1) * -7046029254386353131 ^ mixed.prod(1)).sum()) % 2**64
+
+
+def _produce(client: ReplayClient, producer: int, batches: int) -> int:
+    """Write batches of 1,000 items; the checksum of all that was written."""
+    torch.set_num_threads(1)
+    total = 0
+    for i in range(batches):
+        items = numbered(1000, 1_000_000 * producer + 1000 * i)
+        client.extend(items)
+        total += checksum(items)
+    client.close()
+    return total
+
+
+try:
+    import ray
+except ImportError:
+    pass
+else:
+    produce = ray.remote(num_cpus=0)(_produce)

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millpond.core.errors import InvalidArgument, NotShareable
+from millpond.remote.inspecting import SCHEME, inspect_owner, spell_remote
 from millpond.replay.inspection import Report, inspect, shared_buffers
 from millpond.shm.directory import PREFIX
 from millpond.shm.reaper import reap
 
 HELP = """\
-PATH is the directory of a buffer in shared memory or on disk, or a checkpoint file. Without PATH: the buffers in shared
-memory. A buffer is looked at without its lock; its counters and its owner stay what they are.
+PATH is the directory of a buffer in shared memory or on disk, a checkpoint file, or ray://NAME for a buffer in the Ray
+cluster of $RAY_ADDRESS or of this machine. Without PATH: the buffers in shared memory. A buffer is looked at without
+its lock; its counters and its owner stay what they are.
 """
-
-_REMOTE = "ray://"
 
 
 def main(words: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="millpond inspect", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", nargs="?", help="a buffer's directory, or a checkpoint file")
+    parser.add_argument("path", nargs="?", help="a buffer's directory, a checkpoint file, or ray://NAME")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="show the N youngest items (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
     parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="look again and again")
@@ -49,9 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _look(path: str, rows: int) -> Report:
-    if path.startswith(_REMOTE):
-        raise InvalidArgument(f"{path}: buffers in a Ray cluster cannot be inspected yet")
-    return inspect(path, rows=rows)
+    return inspect_owner(path, rows=rows) if path.startswith(SCHEME) else inspect(path, rows=rows)
 
 
 def _reap(*, as_json: bool) -> None:
@@ -123,6 +121,8 @@ def _spell(report: Report, *, as_json: bool) -> str:
         parts += [_who_waits(report), _rules(report)]
     else:
         parts.append(f"sampler    {_sampler(report['sampler'])}")
+    if "remote" in report:
+        parts.insert(1, spell_remote(report["remote"]))
     parts += [_episodes(report["episodes"]), _rows(report["rows"])]
     return "\n".join(part for part in parts if part)
 

@@ -201,10 +201,15 @@ class Answers:
 
     def stats(self) -> dict[str, Any]:
         """The buffer's, with the calls that are parked here among those that wait."""
-        figures = self._packed.buffer.stats()
-        figures["waiting_consumers"] += len(self._lots["sample"])
-        figures["waiting_producers"] += len(self._lots["extend"])
+        figures, parked = self._packed.buffer.stats(), self.parked
+        figures["waiting_consumers"] += parked["sample"]
+        figures["waiting_producers"] += parked["extend"]
         return figures
+
+    @property
+    def parked(self) -> dict[Side, int]:
+        """How many calls wait here."""
+        return {side: len(lot) for side, lot in self._lots.items()}
 
     # ------------------------------------------------------------------ checkpoints, piece by piece
     def _state(self, client: Client, asked: Message) -> Message:

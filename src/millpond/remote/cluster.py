@@ -88,7 +88,7 @@ def find(name: str, namespace: str, address: str) -> Any:
     try:
         return ray().get_actor(name, namespace=namespace)
     except (ValueError, ray().exceptions.RayError) as problem:
-        raise PeerLost(f"there is no replay {name!r} in namespace {namespace!r} of this cluster") from problem
+        raise PeerLost(f"there is no replay {name!r} in namespace {namespace!r} of this Ray cluster") from problem
 
 
 def owner_of(name: str, namespace: str, address: str, timeout: float) -> Owner:
@@ -101,6 +101,15 @@ def describe(name: str, namespace: str, address: str, timeout: float) -> dict[st
     """What a live owner says of itself. Raises ``PeerLost`` or ``DeadlineExceeded``."""
     description: dict[str, Any] = _get(find(name, namespace, address).describe, timeout=timeout, name=name)
     return description
+
+
+def inspect(name: str, namespace: str, address: str, *, rows: int, timeout: float) -> dict[str, Any]:
+    """A report on a live owner's buffer. Raises ``PeerLost`` or ``DeadlineExceeded``, and what the report raises."""
+    report = _get(find(name, namespace, address).inspect, rows, timeout=timeout, name=name)
+    if isinstance(report, Message):
+        raise raised(report)
+    made: dict[str, Any] = report
+    return made
 
 
 def stop(actor: Any) -> None:

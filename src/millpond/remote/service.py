@@ -23,6 +23,8 @@ from millpond.remote.packed import Packed
 from millpond.remote.transports.gloo import Endpoint, Group
 from millpond.remote.transports.ray import Bytes, to_array, to_tensor
 from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.inspection import describe_schema, inspect
+from millpond.replay.rules import spell
 from millpond.replay.storage import TensorStorage
 from millpond.shm.reaper import reap
 
@@ -158,8 +160,8 @@ class Service:
 
     # ------------------------------------------------------------------ the rest
     def describe(self) -> dict[str, Any]:
-        """For people: who owns what, where it listens, who is there, what has passed."""
-        buffer, owner = self._packed.buffer, self.owner
+        """For people: where this is and listens, who is there, what waits, and what has passed, in bytes."""
+        owner = self.owner
         with self._lock:
             clients = [identity.hex()[:8] for identity in self._clients]
         gloo = None if owner.gloo is None else f"gloo://{owner.gloo[0]}:{owner.gloo[1]}"
@@ -171,12 +173,31 @@ class Service:
             "transport": owner.transport,
             "endpoints": {"extend": gloo, "sample": gloo},
             "shared_memory": None if owner.handle is None else owner.handle.path,
-            "buffer": repr(buffer),
-            "schema": None if buffer.schema is None else repr(buffer.schema),
             "clients": clients,
+            "parked": self._answers.parked,
             "traffic": dict(self.traffic),
-            "stats": self._answers.stats(),
-            "explain": [_explain(buffer, "extend", 1), _explain(buffer, "sample", None)],
+        }
+
+    def inspect(self, rows: int) -> dict[str, Any]:
+        """What `millpond.replay.inspection.inspect` reports of the buffer, and `describe` under ``remote``."""
+        owner, remote = self.owner, self.describe()
+        if owner.handle is None:
+            report = self._report_private()
+        else:
+            report = inspect(owner.handle.path, rows=rows)
+        for figure, side in (("waiting_consumers", "sample"), ("waiting_producers", "extend")):
+            report["counters"][figure] = report["counters"].get(figure, 0) + remote["parked"][side]
+        return report | {"path": f"ray://{owner.namespace}/{owner.name}", "remote": remote}
+
+    def _report_private(self) -> dict[str, Any]:
+        buffer = self._packed.buffer
+        return {
+            "kind": "private memory",
+            "schema": None if buffer.schema is None else describe_schema(buffer.schema),
+            "counters": buffer.stats(),
+            "sampler": spell(buffer.sampler),
+            "episodes": None,
+            "rows": [],
         }
 
     def close(self) -> None:
@@ -192,13 +213,6 @@ class Service:
     def _count(self, name: str, nbytes: int) -> None:
         with self._lock:
             self.traffic[name] += nbytes
-
-
-def _explain(buffer: ReplayBuffer, op: str, n: int | None) -> str:
-    try:
-        return buffer.explain(op, n)
-    except MillpondError as problem:  # no batch size is known
-        return str(problem)
 
 
 class ReplayActor:
@@ -225,6 +239,12 @@ class ReplayActor:
 
     def describe(self) -> dict[str, Any]:
         return self._ready.describe()
+
+    def inspect(self, rows: int) -> dict[str, Any] | Message:
+        try:
+            return self._ready.inspect(rows)
+        except MillpondError as error:
+            return failed(0, error)
 
     def close(self) -> None:
         if self._service is not None:

@@ -1,0 +1,388 @@
+"""`RayReplayBuffer` on a real cluster: starting, finding, sharing, ending; who dies; what passes through Ray."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import remote_children as children
+import torch
+from remote_children import batch, ids_of, wait_for
+from test_gloo import WITHIN_S, Waiting, waiters
+
+from millpond import BlockingReplayBuffer, ReplayBuffer
+from millpond.core.errors import (
+    BufferClosed,
+    DeadlineExceeded,
+    InvalidArgument,
+    InvalidType,
+    NotShareable,
+    OutOfMemory,
+    PeerLost,
+    Unsatisfiable,
+)
+from millpond.core.schema import Schema
+from millpond.remote import RayReplayBuffer, ReplayClient, connect
+from millpond.remote.cluster import NAMESPACE
+from millpond.replay import ConsumingSampler
+from millpond.shm.reaper import reap
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: Any) -> Iterator[RayReplayBuffer]:
+    """One buffer for the tests that leave it as it is: a name, and a schema."""
+    rb = RayReplayBuffer(
+        5000,
+        batch_size=100,
+        schema=Schema.from_example(batch(1)),
+        ray_options={"name": "shared"},
+        sampler=ConsumingSampler(1),
+        flow=children.BLOCK,
+    )
+    yield rb
+    rb.close()
+
+
+@pytest.fixture
+def rb(shared: RayReplayBuffer, cluster: Any) -> RayReplayBuffer:
+    shared.empty()
+    return shared
+
+
+@pytest.fixture(params=["ray", "gloo"])
+def far(request: pytest.FixtureRequest, rb: RayReplayBuffer) -> Iterator[ReplayClient]:
+    """A client that counts as being on another host."""
+    with rb.client(transport=request.param) as made:
+        yield made
+
+
+# ---------------------------------------------------------------------- starting and finding
+def test_the_program_s_own_ray_is_left_alone(rb):
+    assert ray.get_runtime_context().namespace == "tests"
+    assert rb.transport == "shm"
+    assert rb.client(host="elsewhere").transport == "gloo"
+    assert rb.describe()["node"] == ray.util.get_node_ip_address()
+    assert "shared" in repr(rb)
+    assert "token" not in repr(rb._owner)
+
+
+def test_a_client_travels_in_tasks(rb, far):
+    """Collectors and learners get it as an argument, and connect where they are."""
+
+    @ray.remote(num_cpus=0)
+    def write(client: ReplayClient, start: int) -> tuple[str, int]:
+        torch.set_num_threads(1)
+        return client.transport, len(client.extend(batch(50, start=start)))
+
+    assert ray.get(write.remote(far, 0)) == (far.transport, 50)
+    assert ray.get(write.remote(rb, 50)) == ("shm", 50)  # the buffer itself travels as a client
+    assert type(pickle.loads(pickle.dumps(rb))) is ReplayClient
+    assert ids_of(far.sample()) == list(range(100))
+
+
+def test_a_live_owner_is_found_by_its_name(rb):
+    rb.extend(batch(7))
+    with connect("shared") as found:
+        assert (len(found), found.transport) == (7, "shm")
+    with pytest.raises(PeerLost, match="nobody"):
+        connect("nobody")
+    found = subprocess.run(
+        [sys.executable, "-m", "millpond.cli", "inspect", "ray://shared", "--rows", "1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+    )
+    assert found.returncode == 0, found.stderr
+    for words in ("shared", f"process {rb._owner.pid}", "7 of 5,000 items", "gloo://", "write_count", "slot 6"):
+        assert words in found.stdout
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(cluster):
+    for error, options in (
+        (InvalidArgument, {"transport": "tcp"}),
+        (InvalidType, {"kind": dict}),
+        (InvalidArgument, {"shared": True}),
+        (InvalidType, {"connect_timeout": "long"}),
+    ):
+        with pytest.raises(error):
+            RayReplayBuffer(10, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (Unsatisfiable, {"storage": 10, "batch_size": 11, "sampler": ConsumingSampler(1)}),
+        (OutOfMemory, {"storage": 10**15, "schema": Schema.from_example(batch(1))}),
+        (InvalidArgument, {"storage": 10, "ray_options": {"name": "shared"}}),
+        (InvalidArgument, {"storage": 10, "ray_options": {"no such option": 1}}),
+        (DeadlineExceeded, {"storage": 10, "ray_options": {"resources": {"moon": 1}}, "connect_timeout": 1.0}),
+    ],
+    ids=["unsatisfiable", "too large", "name taken", "no option", "no node"],
+)
+def test_an_owner_that_cannot_be_says_why(rb, error, options):
+    with pytest.raises(error):
+        RayReplayBuffer(**options)
+
+
+# ---------------------------------------------------------------------- what passes through Ray
+def count_serialized(actor: Any) -> None:
+    """In the owner: note the bytes of everything that Ray brings to, and takes from, its methods."""
+    import ray
+
+    context = ray._private.worker.global_worker.get_serialization_context()
+    actor.counted = 0
+    serialize, deserialize = context.serialize, context.deserialize_objects
+
+    def out(value: Any) -> Any:
+        made = serialize(value)
+        actor.counted += made.total_bytes
+        return made
+
+    def into(objects: Any, *more: Any, **options: Any) -> Any:
+        actor.counted += sum(len(data) for data, *_ in objects if data is not None)
+        return deserialize(objects, *more, **options)
+
+    context.serialize, context.deserialize_objects = out, into
+
+
+def test_no_payload_goes_through_ray_s_serializer(cluster):
+    """Pre-bound endpoints: not even the first payload. The same count sees what goes by Ray, so it can fail."""
+    schema = Schema.from_example(batch(1))
+    with RayReplayBuffer(20_000, batch_size=5000, schema=schema) as rb:
+        ray.get(rb._actor.__ray_call__.remote(count_serialized))
+
+        def passed() -> int:
+            return ray.get(rb._actor.__ray_call__.remote(lambda actor: actor.counted))
+
+        payload = 5000 * schema.row_nbytes
+        before = passed()
+        with rb.client(transport="gloo") as client:
+            client.extend(batch(5000))
+            client.sample()
+            ids_of(client[:])
+        assert passed() - before < 4096
+        with rb.client(transport="ray") as client:
+            client.extend(batch(5000))
+            assert passed() - before > payload
+            client.sample()
+        assert passed() - before > 2 * payload
+        traffic = rb.describe()["traffic"]
+        assert traffic["gloo_in"] == payload
+        assert 2 * payload < traffic["ray_in"] + traffic["ray_out"] < 3 * payload
+
+
+# ---------------------------------------------------------------------- waiting
+def test_1100_blocked_calls_through_ray(rb):
+    """flow-8: they hold none of the actor's slots, and all are answered once it is possible."""
+    got: list[int] = []
+    with rb.client(transport="ray") as client:
+        threads = [
+            threading.Thread(target=lambda: got.extend(ids_of(client.sample(1, wait=True)))) for _ in range(1100)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: waiters(client, "consumers") == 1100, "1,100 blocked calls", 60)
+        start = time.monotonic()
+        client.extend(batch(1100))
+        assert time.monotonic() - start < WITHIN_S
+        for thread in threads:
+            thread.join(60)
+        assert sorted(got) == list(range(1100))
+
+
+def test_calls_are_freed_across_ways(rb, far):
+    """flow-3, flow-5."""
+    waiting = Waiting(far.sample, wait=True)
+    wait_for(lambda: waiters(far, "consumers") == 1, "the reader")
+    rb.extend(batch(100))
+    assert ids_of(waiting.join()) == list(range(100))
+    far.extend(batch(5000))
+    writing = Waiting(far.extend, batch(10, start=5000))
+    wait_for(lambda: waiters(far, "producers") == 1, "the writer")
+    rb.sample()
+    writing.join()
+    assert len(rb) == 4910
+
+
+# ---------------------------------------------------------------------- dying
+@ray.remote(num_cpus=0)
+class Far:
+    """A client in a process of Ray's."""
+
+    def __init__(self, client: ReplayClient) -> None:
+        torch.set_num_threads(1)
+        self.client = client
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def write_for_ever(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            self.client.extend(batch(1000, start=1000 * number), receipt=(1, number))
+            self.client.sample(1000)
+
+    def wait(self) -> None:
+        self.client.sample(5000, wait=True)
+
+
+def test_the_death_of_clients(rb, far):
+    """rem-2, flow-11: one that writes and one that waits; counts stay exact, others go on."""
+    receipt, count = rb.receipt(1), rb.write_count
+    writer, waiter = Far.remote(far), Far.remote(far)
+    pids = ray.get([writer.pid.remote(), waiter.pid.remote()])
+    waiter.wait.remote()
+    wait_for(lambda: waiters(far, "consumers") == 1, "the one that waits")
+    writer.write_for_ever.remote()
+    wait_for(lambda: rb.receipt(1) > receipt + 2 or rb.receipt(1) in (3, 4), "the one that writes")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: waiters(far, "consumers") == 0, "the owner to notice")
+    wait_for(lambda: len(rb.describe()["clients"]) == 1, "the owner to forget them")
+    assert (rb.write_count - count) % 1000 == 0
+    ids_of(rb[:])
+    rb.empty()
+    far.extend(batch(100))
+    assert ids_of(far.sample()) == list(range(100))
+
+
+def test_the_death_of_the_owner(cluster):
+    """Every waiter gets ``PeerLost``, naming who died, within 5 s; nothing stays in shared memory."""
+    rb = RayReplayBuffer(10, batch_size=2, kind=BlockingReplayBuffer)
+    everybody = [rb, rb.client(transport="gloo"), rb.client(transport="ray")]
+    pid = rb._owner.pid
+    waiting = [Waiting(each.sample, wait=True) for each in everybody]
+    wait_for(lambda: waiters(everybody[1], "consumers") == 3, "the waiters")
+    start = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    for each in waiting:
+        with pytest.raises(PeerLost, match=f"process {pid}"):
+            each.join()
+        assert each.ended_at - start < WITHIN_S
+    for each in everybody[1:]:
+        with pytest.raises(PeerLost):
+            each.extend(batch(1))
+        each.close()
+    rb.close()
+    with pytest.raises(BufferClosed):
+        rb.sample()
+
+
+def test_the_death_of_the_node(cluster):
+    """The machine of the owner goes, with everything on it."""
+    node = cluster.add_node(num_cpus=1, resources={"far": 1})
+    rb = RayReplayBuffer(10, batch_size=2, ray_options={"resources": {"far": 0.1}}, transport="gloo")
+    everybody = [rb, rb.client(transport="ray")]
+    waiting = [Waiting(each.sample, wait=True) for each in everybody]
+    wait_for(lambda: waiters(rb, "consumers") == 2, "the waiters")
+    start = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    for each in waiting:
+        with pytest.raises(PeerLost, match=f"process {rb._owner.pid}"):
+            each.join()
+        assert each.ended_at - start < WITHIN_S
+    for each in everybody:
+        each.close()
+
+
+# ---------------------------------------------------------------------- ending
+def test_the_buffer_ends_with_its_object(cluster):
+    rb = RayReplayBuffer(10, batch_size=1)
+    pid, client = rb._owner.pid, rb.client(transport="gloo")
+    client.extend(batch(2))
+    del rb
+    gc.collect()
+    wait_for(lambda: not psutil.pid_exists(pid), "the owner to end")
+    with pytest.raises((BufferClosed, PeerLost)):
+        client.sample()
+    client.close()
+
+
+def test_a_detached_buffer_outlives_its_object(cluster):
+    rb = RayReplayBuffer(10, batch_size=1, ray_options={"name": "stays", "lifetime": "detached"})
+    rb.extend(batch(3))
+    pid = rb._owner.pid
+    del rb
+    gc.collect()
+    again = connect("stays")
+    assert len(again) == 3
+    again.close()
+    ray.kill(ray.get_actor("stays", namespace=NAMESPACE))
+    wait_for(lambda: not psutil.pid_exists(pid), "the owner to end")
+    reap()
+
+
+def test_figures_stay_after_the_end(cluster):
+    with RayReplayBuffer(10, batch_size=1) as rb:
+        rb.extend(batch(3))
+    assert (rb.stats()["write_count"], rb.write_count, len(rb), rb.storage_size) == (3, 3, 3, 3)
+    with pytest.raises(BufferClosed):
+        rb.extend(batch(1))
+    rb.close()
+
+
+@pytest.mark.slow
+@pytest.mark.leaks(reason="the clusters of the child processes end with them, not with the test")
+def test_a_cluster_of_one_s_own_is_quiet_and_leaves_nothing(tmp_path):
+    """Dashboard, usage statistics and log noise are off; at the end of the program everything is gone."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, torch, psutil
+        from millpond.remote import RayReplayBuffer
+        rb = RayReplayBuffer(10, batch_size=2)
+        rb.extend({"x": torch.arange(4)})
+        print(sorted(rb[:]["x"].tolist()), os.environ["RAY_USAGE_STATS_ENABLED"])
+        names = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+        print(any("dashboard.py" in name for name in names))
+        print(rb._owner.handle.path)
+        if "killed" in sys.argv:
+            os.kill(os.getpid(), 9)
+        """)
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for how in ("ended", "killed"):
+        done = subprocess.run([sys.executable, script, how], capture_output=True, text=True, timeout=100, env=clean)
+        assert done.returncode == (0 if how == "ended" else -signal.SIGKILL), done.stderr
+        assert done.stderr == ""
+        if how == "ended":
+            lines = done.stdout.splitlines()
+            assert lines[:2] == ["[0, 1, 2, 3] 0", "False"]
+            assert not os.path.exists(lines[2])
+            owner = int(os.path.basename(lines[2]).split("-")[1])
+            wait_for(lambda pid=owner: not psutil.pid_exists(pid), "the owner to end")
+
+
+# ---------------------------------------------------------------------- many writes
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_million_exact_writes_from_four_producers(cluster):
+    """The checksum of everything written is that of everything stored."""
+    with RayReplayBuffer(1_000_000, batch_size=1) as rb:
+        ways = [rb.client(), rb.client(transport="gloo"), rb.client(transport="gloo"), rb.client(transport="ray")]
+        sums = ray.get([children.produce.remote(way, k, 250) for k, way in enumerate(ways)])
+        assert rb.write_count == len(rb) == 1_000_000
+        assert sum(sums) % 2**64 == children.checksum(rb[:])
+
+
+def test_it_can_be_shared_shut_and_shown(rb):
+    """What collectors ask of any buffer."""
+    assert rb.share() is rb
+    assert ReplayBuffer.attach(rb.handle()).capacity == 5000
+    with pytest.raises(NotShareable):
+        rb.client(host="elsewhere").handle()

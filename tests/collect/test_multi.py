@@ -672,7 +672,7 @@ def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
     """Case end-8, across processes."""
     with Shared(50_000) as rb:
         total = 1_000 if iterating else 20_000  # writing, it is far from the end when it is saved
-        options: Any = {"num_workers": 2, "frames_per_batch": 10, "num_envs": 3, "total_frames": total, "seed": 1}
+        options: Any = {"num_workers": 1, "frames_per_batch": 10, "num_envs": 3, "total_frames": total, "seed": 1}
         options["replay"] = None if iterating else rb
         with MultiCollector(lambda: diaries(3, "NextStep"), **options) as first:
             got = 0

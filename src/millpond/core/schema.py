@@ -262,10 +262,15 @@ class Schema:
                 value = self._item_array(field, value)
             view[...] = value
 
-    def unpack(self, rows: torch.Tensor, extra: Mapping[Key, torch.Tensor] | None = None) -> Any:
+    def unpack(
+        self,
+        rows: torch.Tensor,
+        extra: Mapping[Key, torch.Tensor] | None = None,
+        top: Mapping[str, torch.Tensor] | None = None,
+    ) -> Any:
         """The fields of ``rows`` as views: a TensorDict of batch size ``[B]``, or one tensor for a plain schema.
 
-        ``extra`` are fields that are added, or stand in place of stored ones.
+        ``extra`` are fields that are added, or stand in place of stored ones; ``top`` are added beside the groups.
         """
         columns = self._columns(rows)
         if self.plain:
@@ -273,7 +278,9 @@ class Schema:
         places: list[dict[str, Any]] = [{} for _ in self._groups_of_keys]
         for (place, name), column in zip(self._places, columns, strict=True):
             places[place][name] = column
-        if extra is not None:
+        if top is not None:
+            places[0].update(top)
+        if extra:
             for key, value in extra.items():
                 if len(key) == 1:
                     places[0][key[0]] = value

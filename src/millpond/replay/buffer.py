@@ -147,6 +147,7 @@ class ReplayBuffer:
         self._ahead = Ahead(self._taker, rules.prefetch)
         self._editor = Editor(self._engine)
         self._schema: Schema | None = None
+        self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
         self._desk = Desk()
         self._finalizer = weakref.finalize(self, _remove, self._engine.memory, os.getpid())
         _buffers.add(self)
@@ -260,6 +261,8 @@ class ReplayBuffer:
     def _dress(self, taken: Taken, return_info: bool) -> Any:
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)
         extra = taken.extra
+        if self._plainly and self._schema is not None and not return_info:
+            return self._schema.unpack(rows, extra, {"index": index, "generation": generation})
         if self._rules.device is not None:
             rows, index, generation, extra = rulebook.to_device(self._rules.device, rows, index, generation, extra)
         return rulebook.dress(self._known_schema(), self._rules, rows, index, generation, extra, return_info)

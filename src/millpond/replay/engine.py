@@ -18,7 +18,7 @@ from millpond.replay.drawing import Generator, Sampler, State
 from millpond.replay.memory import Memory
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rows import Rows
-from millpond.replay.samplers import ConsumingSampler
+from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
     BOUND,
@@ -82,10 +82,12 @@ class Engine:
         self.slots.bind(self.memory.array, create=self.memory.fresh)
         sampler.bind(self.memory.array)
         self.distinct = deliveries is not None
+        self._exact = self.distinct or not sampler.replacement  # a batch of n needs n live items
         self._tickets: dict[Event, int] = {}
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
         self._sizes_checked = (0, 0)
+        self._always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
 
     # ------------------------------------------------------------------ the state
     def load(self) -> State:
@@ -172,7 +174,7 @@ class Engine:
 
     def sample_block(self, state: State, n: int, *, locked: bool = False) -> Block | None:
         """Why n items cannot be sampled now."""
-        need = n if self.distinct or not self.sampler.replacement else 1
+        need = n if self._exact else 1
         flow = self.flow if not self.unlimited else self.free_flow
         if state[LIVE] < need or state[WRITES] < flow.min_size or flow.samples_per_insert is not None:
             block = sample_block(flow, self.counts(state), n, need=need)
@@ -180,6 +182,8 @@ class Engine:
                 return block
         if self.rows is None and not self.find_rows():
             return Block("nothing was written yet", "inserts")
+        if self._always_ready:
+            return None
         reason = self.sampler.ready(self.view(state, locked=locked), n)
         return None if reason is None else Block(reason, "inserts")
 
@@ -191,7 +195,7 @@ class Engine:
         """
         if self.unlimited or (batch, insert) == self._sizes_checked:
             return
-        exact = self.distinct or not self.sampler.replacement
+        exact = self._exact
         known = insert if self.flow.max_debt is not None or insert > self.capacity else 0
         reason = unsatisfiable(self.flow, self.capacity, exact, batch, known)
         if reason is not None:

@@ -246,7 +246,7 @@ def dress(
         added = {("index",): index, ("generation",): generation, **extra}
         data = schema.unpack(rows, own)
     else:
-        data = schema.unpack(rows, {("index",): index, ("generation",): generation, **extra})
+        data = schema.unpack(rows, extra, {"index": index, "generation": generation})
     if rules.contiguous:
         data = data.contiguous() if schema.plain else data.clone()
     if rules.transform is not None:

@@ -58,6 +58,7 @@ class Taker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.deliveries = engine.deliveries
+        self._limited = engine.distinct or engine.flow.samples_per_insert is not None
 
     def take(
         self, n: int, *, wait: bool, timeout: float | None = None, cancel: Any = None, ahead: bool = False
@@ -75,7 +76,8 @@ class Taker:
         try:
             while True:
                 state = engine.control.peek()
-                engine.refuse_closed(state, "sample", n)
+                if state[CLOSED]:
+                    engine.refuse_closed(state, "sample", n)
                 if n != state[LAST_SAMPLE]:
                     engine.refuse_impossible(batch=n, insert=state[LAST_INSERT])
                 block = engine.sample_block(state, n)
@@ -124,8 +126,9 @@ class Taker:
         rows = engine.rows.read(draw.slots)
         try:
             now = engine.load()
-            engine.refuse_closed(now, "sample", n)
-            if not self._holds(draw, state, now) or self._limits(now, n) is not None:
+            if now[CLOSED]:
+                engine.refuse_closed(now, "sample", n)
+            if not self._holds(draw, state, now) or (self._limited and self._limits(now, n) is not None):
                 return None
             return self._deliver(now, draw, rows, ahead)
         finally:
@@ -158,10 +161,8 @@ class Taker:
     def _limits(self, state: State, n: int) -> Block | None:
         """`sample_block` again, without asking the sampler, and only what may have changed."""
         engine = self._engine
-        if engine.distinct or engine.flow.samples_per_insert is not None:
-            flow = engine.flow if not engine.unlimited else engine.free_flow
-            return sample_block(flow, engine.counts(state), n, need=n if engine.distinct else 1)
-        return None
+        flow = engine.flow if not engine.unlimited else engine.free_flow
+        return sample_block(flow, engine.counts(state), n, need=n if engine.distinct else 1)
 
     def _holds(self, draw: Draw, before: State, now: State) -> bool:
         """Are all items of the draw still what they were when it was gathered?"""

@@ -100,9 +100,7 @@ def test_every_mode_gives_the_same_transitions_to_the_same_policy(layout: Any) -
     found = []
     for mode in MODES:
         env = diaries(3, mode, longest=4)
-        collector = Collector(
-            env, Waver(), frames_per_batch=12, num_envs=3, total_frames=120, seed=7, layout=layout
-        )
+        collector = Collector(env, Waver(), frames_per_batch=12, num_envs=3, total_frames=120, seed=7, layout=layout)
         rows = by_environment(gather(collector))
         assert sum(map(len, rows.values())) == 120
         found.append(rows)

@@ -22,8 +22,6 @@ def test_a_vector_environment_that_exists_stays_open(mode: str) -> None:
     assert not env.closed
 
 
-
-
 class Naughty(Diary):
     """Wrong in the way that its name says."""
 
@@ -85,13 +83,11 @@ def test_vector_environments_that_lie_about_how_they_reset() -> None:
     assert "no final observation" in check_env(silent)[0]
 
 
-
 def test_a_masked_reset_that_resets_others_too() -> None:
     env: Any = diaries(2, "Disabled")
     real = env.reset
     env.reset = lambda *, seed=None, options=None: real(seed=seed)
     assert "outside the mask" in check_env(env)[0]
-
 
 
 def test_a_reward_of_the_wrong_shape() -> None:

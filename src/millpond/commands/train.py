@@ -17,7 +17,7 @@ usage: millpond train [NAME=VALUE …]
 Trains a policy and writes a run directory: config.yaml, metrics.csv, TensorBoard events, checkpoints, summary.json and
 report.html, a page with the curves. Ctrl-C once stops with a checkpoint, twice stops at once.
 
-  millpond train profile=demo                   a policy learns to hop, in a few minutes
+  millpond train profile=demo                   a policy learns to balance, in two minutes
   millpond train algorithm=sac env=Hopper-v5 total_frames=200000
   millpond train algorithm=dqn env=CartPole-v1 collectors=2 seed=3
   millpond train execution.mode=sync            the same numbers for the same seed, in one process

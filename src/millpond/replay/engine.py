@@ -221,8 +221,8 @@ class Engine:
         """Without the lock: the ticket of another thread of this process, where nothing was published since.
 
         A publisher moves the sequence on before it looks whether anybody waits, so a ticket that is still current was
-        drawn after the last one looked, and the next will see it. That needs loads in order, as `ControlBlock.peek` does.
-        It spares hundreds of threads that are woken in vain the queue for the lock.
+        drawn after the last one looked, and the next will see it. That needs loads in order, as `ControlBlock.peek`
+        does. It spares hundreds of threads that are woken in vain the queue for the lock.
         """
         ticket = self._tickets.get(event)
         return ticket if ticket is not None and ORDERED and event.current(ticket) else None

@@ -44,7 +44,8 @@ def check_cancel(event: Any) -> None:
 
 
 def bury_dead(control: ControlBlock) -> None:
-    """Take threads and processes that are gone off the table, and give back what they had reserved. Without the lock."""
+    """Take threads and processes that are gone off the table, and give back what they had reserved. Without the
+    lock."""
 
     def forget(state: list[int], lines: list[Line]) -> None:
         for line in lines:

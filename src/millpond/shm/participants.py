@@ -1,7 +1,7 @@
 """The table of threads that wait for, or have reserved, something. Counts are derived from it, never kept.
 
-1024 lines of 64 bytes: pid, thread id, start time of the process, role, need, since, and two reserved amounts. A line is
-claimed under the mutex and then written by its thread only, or by who finds that thread dead. So no death can
+1024 lines of 64 bytes: pid, thread id, start time of the process, role, need, since, and two reserved amounts. A line
+is claimed under the mutex and then written by its thread only, or by who finds that thread dead. So no death can
 falsify it: the line of a dead thread is recognised, and cleared, by the others.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,21 +126,25 @@ def client() -> Iterator[Callable[..., ReplayClient]]:
 
 # ---------------------------------------------------------------------- Ray
 @pytest.fixture(scope="package")
-def cluster() -> Iterator[Any]:
-    """A cluster of one node, on which others can be added: see `ray.cluster_utils`."""
+def cluster() -> Iterator[str]:
+    """The address of a cluster of one node, to which this process is connected as any program would be."""
     ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the workers find what the tests define
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    ray.init(address=made.address, logging_level="ERROR", log_to_driver=False, namespace="tests")
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with tempfile.TemporaryDirectory(prefix="mp-ray-") as directory:  # short: sockets are made in it
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            logging_level="ERROR",
+            log_to_driver=False,
+            namespace="tests",
+            _temp_dir=directory,
+        )
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
 
 
 @pytest.fixture(scope="package")
-def ray_keeper(cluster: Any) -> Iterator[Callable[[Any], Owner]]:
+def ray_keeper(cluster: str) -> Iterator[Callable[[Any], Owner]]:
     """An actor that owns buffers, one test after the other: `RayReplayBuffer` starts a new one for each."""
     import ray
 

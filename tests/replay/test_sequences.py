@@ -65,7 +65,8 @@ class Model:
         there = np.full(self.capacity, -1)
         for item in self.live:
             there[item.slot] = item.number
-        return (numbers >= 0) & (there[slots] == numbers)
+        live: Bools = (numbers >= 0) & (there[slots] == numbers)
+        return live
 
     def window(self, item: Item, steps: int) -> list[Item]:
         """What `follow` should give."""
@@ -203,8 +204,8 @@ def test_items_that_left_from_the_middle_end_a_window(
 ) -> None:
     """Consumption in any order: a window stops before what is gone; a later goal may lie behind it."""
     model = Model(capacity, ids=True)
-    for write in writes:
-        model.write(write[:capacity])
+    for steps in [write[start : start + capacity] for write in writes for start in range(0, len(write), capacity)]:
+        model.write(steps)
         model.look()
         numbers = [item.number for item in model.live]
         model.consumed |= set(data.draw(st.lists(st.sampled_from(numbers), max_size=6)) if numbers else [])
@@ -324,7 +325,7 @@ def test_hundreds_of_laps_stay_exact_and_bounded() -> None:
         if lap % 40 == 39:
             check(model, 4, lap)
     for k in range(20_000):  # each episode has one step, and no end
-        index.append(*(np.array([v]) for v in (k, k % capacity, k, 0)), np.array([False]))
+        index.append(np.array([k]), np.array([k % capacity]), np.array([k]), np.array([0]), np.array([False]))
     for grown in (model.index, index):
         assert len(grown._places._table) <= 16 * capacity
         assert len(grown._last_step) <= 1024 + 2 * capacity

@@ -311,9 +311,7 @@ class HindsightSampler(_Around):
             return None
         index = self._episodes.look(items)
         chosen = random.uniform(len(draw.slots)) < self.fraction
-        later, its_numbers = index.future(
-            draw.slots[chosen], draw.numbers[chosen], items.alive, random, holes=items.distinct
-        )
+        later, its_numbers = index.future(draw.slots[chosen], draw.numbers[chosen], items.alive, random)
         wanted, following = items.read(draw.slots, list(self._goals()))
         (reached,) = items.read(draw.slots, [self._reached()])
         mask = torch.from_numpy(chosen)

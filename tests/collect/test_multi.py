@@ -277,10 +277,10 @@ def test_pause_counts_batches_that_nobody_has_taken_yet() -> None:
     """Case rem-8, when iterating: they are counted, and handed out later."""
     with MultiCollector(Diary, num_workers=2, frames_per_batch=10, total_frames=100) as collector:
         next(collector)
-        until(lambda: states(collector) == {"waiting"}, collector)
+        until(lambda: collector.stats()["reserved_frames"] == 40 and states(collector) == {"waiting"}, collector)
         collector.pause(timeout=PATIENCE_S)
         assert collector.stats()["reserved_frames"] == 0
-        assert collector.collected_frames >= 40
+        assert collector.collected_frames == 50
         collector.resume()
         assert sum(batch.numel() for batch in collector if batch is not None) == 90
 
@@ -509,7 +509,7 @@ def test_workers_that_die_are_replaced(how: str, tmp_path: Path, caplog: pytest.
 def test_batches_that_a_dead_worker_had_handed_over_are_handed_out() -> None:
     with MultiCollector(Diary, num_workers=1, frames_per_batch=10, total_frames=100) as collector:
         collected = next(collector).numel()  # type: ignore[union-attr]
-        until(lambda: states(collector) == {"waiting"}, collector)
+        until(lambda: collector.stats()["reserved_frames"] == 20 and states(collector) == {"waiting"}, collector)
         os.kill(pids(collector)[0], signal.SIGKILL)
         until(lambda: collector.stats()["restarts"] == 1, collector)
         rest: Any = torch.cat(list(collector))  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def test_no_payload_goes_through_ray_s_serializer(rb):
     before = passed()
     with rb.client(transport="gloo") as client:
         client.extend(batch(5000))
-        client.sample(2000)
+        client.sample(2500)
         ids_of(client[:])
     assert passed() - before < 4096
     gone = rb.describe()["traffic"]
@@ -284,41 +284,6 @@ def test_the_death_of_the_owner(cluster):
         rb.sample()
 
 
-@pytest.fixture
-def node(cluster: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One more node, on this machine, in a process tree of its own."""
-    options = ["--num-cpus=1", '--resources={"far": 1}', "--block", "--disable-usage-stats", "--log-color=false"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster}", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: "far" in ray.cluster_resources(), "the node", 60)
-    yield process
-    kill_tree(process)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """A machine goes with everything on it."""
-    if process.poll() is None:
-        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-            each.kill()
-        process.wait(10)
-
-
-def test_the_death_of_the_node(cluster, node):
-    """The machine of the owner goes, with everything on it."""
-    rb = RayReplayBuffer(10, batch_size=2, ray_options={"resources": {"far": 0.1}}, transport="gloo")
-    everybody = [rb, rb.client(transport="ray")]
-    waiting = [Waiting(each.sample, wait=True) for each in everybody]
-    wait_for(lambda: waiters(rb, "consumers") == 2, "the waiters")
-    start = time.monotonic()
-    kill_tree(node)
-    for each in waiting:
-        with pytest.raises(PeerLost, match=f"process {rb._owner.pid}"):
-            each.join()
-        assert each.ended_at - start < WITHIN_S
-    for each in everybody:
-        each.close()
-
-
 # ---------------------------------------------------------------------- ending
 def test_the_buffer_ends_with_its_object(cluster):
     rb = RayReplayBuffer(10, batch_size=1)
@@ -366,8 +331,8 @@ def test_a_cluster_of_one_s_own_is_quiet_and_leaves_nothing(tmp_path, short_dire
         rb.extend({"x": torch.arange(4)})
         print(sorted(rb[:]["x"].tolist()), os.environ["RAY_USAGE_STATS_ENABLED"])
         names = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
-        print(any("dashboard.py" in name for name in names))
-        print(rb._owner.handle.path)
+        print([name for name in names if "dashboard.py" in name and "--disable-frontend" not in name])
+        print(rb._owner.handle.path, flush=True)
         if "killed" in sys.argv:
             os.kill(os.getpid(), 9)
         """)
@@ -378,12 +343,9 @@ def test_a_cluster_of_one_s_own_is_quiet_and_leaves_nothing(tmp_path, short_dire
         done = subprocess.run([sys.executable, script, how], capture_output=True, text=True, timeout=100, env=clean)
         assert done.returncode == (0 if how == "ended" else -signal.SIGKILL), done.stderr
         assert done.stderr == ""
-        if how == "ended":
-            lines = done.stdout.splitlines()
-            assert lines[:2] == ["[0, 1, 2, 3] 0", "False"]
-            assert not os.path.exists(lines[2])
-            owner = int(os.path.basename(lines[2]).split("-")[1])
-            wait_for(lambda pid=owner: not psutil.pid_exists(pid), "the owner to end")
+        *said, path = done.stdout.splitlines()
+        assert said == ["[0, 1, 2, 3] 0", "[]"]
+        wait_for(lambda path=path: not os.path.exists(path), "the buffer to go", 10)  # proc-4
 
 
 # ---------------------------------------------------------------------- many writes
@@ -408,3 +370,39 @@ def test_it_can_be_shared_shut_and_shown(rb):
     assert ReplayBuffer.attach(rb.handle()).capacity == 5000
     with pytest.raises(NotShareable):
         rb.client(host="elsewhere").handle()
+
+
+# ---------------------------------------------------------------------- last: Ray believes for 20 s that a dead node lives
+@pytest.fixture
+def node(cluster: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One more node, on this machine, in a process tree of its own."""
+    options = ["--num-cpus=1", '--resources={"far": 1}', "--block", "--disable-usage-stats", "--log-color=false"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster}", *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: "far" in ray.cluster_resources(), "the node", 60)
+    yield process
+    kill_tree(process)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """A machine goes with everything on it."""
+    if process.poll() is None:
+        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            each.kill()
+        process.wait(10)
+
+
+def test_the_death_of_the_node(cluster, node):
+    """The machine of the owner goes, with everything on it."""
+    rb = RayReplayBuffer(10, batch_size=2, ray_options={"resources": {"far": 0.1}}, transport="gloo")
+    everybody = [rb, rb.client(transport="ray")]
+    waiting = [Waiting(each.sample, wait=True) for each in everybody]
+    wait_for(lambda: waiters(rb, "consumers") == 2, "the waiters")
+    start = time.monotonic()
+    kill_tree(node)
+    for each in waiting:
+        with pytest.raises(PeerLost, match=f"process {rb._owner.pid}"):
+            each.join()
+        assert each.ended_at - start < WITHIN_S
+    for each in everybody:
+        each.close()

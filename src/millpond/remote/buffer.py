@@ -20,6 +20,7 @@ from millpond.remote.service import Plan
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.storage import Storage
 from millpond.replay.waiting import check_timeout
+from millpond.shm.directory import Owner as Creator
 from millpond.shm.reaper import reap
 
 
@@ -75,6 +76,7 @@ class RayReplayBuffer(ReplayClient):
             storage=storage,
             arguments={**arguments, "schema": schema},
             connect_timeout=connect_timeout,
+            creator=None if options.get("lifetime") == "detached" else Creator.me(),
         )
         cluster.join(None)
         self._made_in = os.getpid()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +27,11 @@ from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.inspection import describe_schema, inspect
 from millpond.replay.rules import spell
 from millpond.replay.storage import TensorStorage
+from millpond.shm.directory import Owner as Creator
+from millpond.shm.identity import boot_id, pid_namespace
 from millpond.shm.reaper import reap
+
+_LOOK_S = 1.0  # seconds between looks whether the creator lives
 
 log = logging.getLogger("millpond")
 Part = TypeVar("Part", Group, Endpoint)
@@ -43,6 +48,7 @@ class Plan:
     storage: Any
     arguments: Mapping[str, Any]
     connect_timeout: float
+    creator: Creator | None = None  # with whom the owner ends, if it is a process of the same host
 
 
 class Service:
@@ -228,7 +234,16 @@ class ReplayActor:
             self._service = Service(plan, node=ray().util.get_node_ip_address(), cluster=cluster)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the creator's to see
             return failed(0, error)
+        if plan.creator is not None and plan.creator.boot == boot_id() and plan.creator.namespace == pid_namespace():
+            threading.Thread(target=self._watch, args=(plan.creator,), name="millpond-watch", daemon=True).start()
         return self._service.owner
+
+    def _watch(self, creator: Creator) -> None:
+        """Ray notices a killed driver by who adopts its children, which not every system lets it see."""
+        while not creator.gone():
+            time.sleep(_LOOK_S)
+        self.close()
+        os._exit(0)
 
     def owner(self) -> Owner:
         """For a client that knows a name only."""

@@ -16,6 +16,7 @@ from millpond.replay.drawing import Ints
 from millpond.replay.storage import Storage
 from millpond.shm import mapped
 
+FEW = 32  # rows up to which NumPy is quicker than a torch kernel, above all just after a sleep
 CHUNK = 256  # NumPy keeps the GIL for 1-D indexing of up to 500 elements
 
 
@@ -35,16 +36,18 @@ class Rows:
         if self.raw and rows is not None:
             self._base = rows.data_ptr()
             self._words = rows.view(torch.int64)
+            self._numbers = self._words.numpy()
             self._records = rows.numpy().reshape(-1).view(np.dtype(f"V{schema.row_nbytes}"))
         self.hook: Any = None  # tests stop here in the middle of a row
 
     # ------------------------------------------------------------------ without the lock
     def read(self, slots: Ints) -> torch.Tensor:
         """Copies of rows, as 64-bit words where they can be had so, else as bytes; `Schema` takes both."""
-        index = torch.from_numpy(slots)
         if self.raw:
-            return self._words.index_select(0, index)
-        return self.storage.read(index)
+            if len(slots) <= FEW:
+                return torch.from_numpy(self._numbers[slots])
+            return self._words.index_select(0, torch.from_numpy(slots))
+        return self.storage.read(torch.from_numpy(slots))
 
     def columns(self, slots: Ints, keys: Sequence[Key], *, locked: bool = False) -> list[torch.Tensor]:
         """Copies of some fields, ``[n, *shape]``."""

@@ -148,7 +148,8 @@ class SequenceIndex:
         whole = there[:-1] < nowhere
         first = np.ones(nowhere + 1, np.bool_)
         first[after] = False
-        stub, stubs = np.flatnonzero(first[:-1] & ~whole), 0
+        stub: NDArray[np.int32] = np.flatnonzero(first[:-1] & ~whole).astype(np.int32)
+        stubs = 0
         while len(stub):  # at most ``length - 1`` times
             stubs += len(stub)
             stub = after[stub]

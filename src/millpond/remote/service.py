@@ -242,8 +242,10 @@ class ReplayActor:
         """Ray notices a killed driver by who adopts its children, which not every system lets it see."""
         while not creator.gone():
             time.sleep(_LOOK_S)
-        self.close()
-        os._exit(0)
+        try:
+            self.close()
+        finally:
+            os._exit(0)
 
     def owner(self) -> Owner:
         """For a client that knows a name only."""

@@ -44,7 +44,7 @@ class Rows:
     def read(self, slots: Ints) -> torch.Tensor:
         """Copies of rows, as 64-bit words where they can be had so, else as bytes; `Schema` takes both."""
         if self.raw:
-            if len(slots) <= FEW:
+            if 0 < len(slots) <= FEW:
                 return torch.from_numpy(self._numbers[slots])
             return self._words.index_select(0, torch.from_numpy(slots))
         return self.storage.read(torch.from_numpy(slots))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -141,6 +142,26 @@ def cluster() -> Iterator[str]:
         )
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
+
+
+@pytest.fixture
+def node(cluster: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``node()`` adds a node that has the resource "far", in a process tree of its own on this machine."""
+    import ray
+
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str, within: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
+        command = [*within, sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={cluster}", "--block"]
+        command += ["--num-cpus=1", '--resources={"far": 1}', "--disable-usage-stats", *options]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started.append(subprocess.Popen(command, env=os.environ | environment, **quiet))
+        children.wait_for(lambda: "far" in ray.available_resources(), "the node", 60)
+        return started[-1]
+
+    yield start
+    for process in started:
+        children.kill_tree(process)
 
 
 @pytest.fixture(scope="package")

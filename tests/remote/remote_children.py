@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 import traceback
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 from tensordict import TensorDict
 
@@ -126,6 +129,13 @@ def close_all(state: dict[str, Any]) -> None:
         client.close()
 
 
+def enter(state: dict[str, Any], namespace: str) -> None:
+    """Live in another network from now on, as this whole process does while it has one thread."""
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
 # ---------------------------------------------------------------------- as a client
 def use(state: dict[str, Any], client: ReplayClient, name: str = "client") -> None:
     state.setdefault("clients", {})[name] = client
@@ -234,6 +244,14 @@ def wait_for(true: Callable[[], Any], what: str | Callable[[], str], timeout: fl
     while not true():
         assert time.monotonic() < end, f"waited {timeout} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.01)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """A machine goes with everything on it."""
+    if process.poll() is None:
+        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            each.kill()
+        process.wait(10)
 
 
 def batch(n: int, *, start: int = 0) -> dict[str, Any]:

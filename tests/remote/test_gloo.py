@@ -447,7 +447,7 @@ def test_a_line_that_was_cut_is_dialled_again(pond, client):
 
 
 # ---------------------------------------------------------------------- processes
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_clients_travel_to_processes_of_any_kind(pond, client, method):
     """proc-9: a client pickles, connects where it arrives, and a forked child has a line of its own."""
     owner = pond(100, batch_size=1)

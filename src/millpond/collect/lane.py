@@ -73,7 +73,7 @@ class Lane:
 
         Raises:
             InvalidArgument: somebody else writes to this buffer under the number of this line.
-            Whatever ``extend`` raises; nothing was written or counted then.
+            MillpondError: what ``extend`` raises; nothing was written or counted then.
         """
         frames, batch = self.granted, self._made
         assert batch is not None

@@ -21,8 +21,7 @@ def sample_block(flow: Flow, counts: Counts, n: int, *, need: int) -> Block | No
     """Why ``n`` items may not be sampled now; None where they may.
 
     Args:
-        need: live items that the sampler needs for it: 1 with replacement, ``n`` without, or where items are
-        consumed.
+        need: live items that the sampler needs for it: 1 with replacement, ``n`` without, or where items are consumed.
     """
     written, live, above = counts.write_count, counts.live, flow.rate_above
     if written >= flow.min_size and live >= need:

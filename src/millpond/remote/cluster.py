@@ -63,7 +63,7 @@ def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, 
         InvalidArgument: the name is taken, or Ray does not know an option.
         DeadlineExceeded: it was not there within ``timeout`` seconds.
         PeerLost: it died on the way.
-        And what making the buffer raised.
+        MillpondError: what making the buffer raised.
     """
     from millpond.remote.service import ReplayActor
 

@@ -84,7 +84,7 @@ class Session:
             BufferClosed, PeerLost: the owner has closed the buffer, or has died. Where the request was a write,
                 whether it was done is not known: a receipt tells.
             DeadlineExceeded, Cancelled: nothing was done.
-            And what the owner raised.
+            MillpondError: what the owner raised.
         """
         number, request_fields = self._begin(), dict(fields or {})
         slot = self._line.open(number)

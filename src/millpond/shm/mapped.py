@@ -45,8 +45,8 @@ def allocate(path: str | os.PathLike[str], nbytes: int) -> mmap.mmap:
 
     Raises:
         OutOfMemory, OutOfDisk: there is less free (in memory, or on disk) than asked for; both numbers are named.
-        InvalidArgument: ``nbytes`` is not positive, the file exists, or its directory does not.
-        Whatever is raised, no file is left.
+        InvalidArgument: ``nbytes`` is not positive, the file exists, or its directory does not. In no case is a file
+            left.
     """
     path = Path(path)
     if nbytes <= 0:

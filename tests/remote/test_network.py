@@ -102,6 +102,7 @@ def test_batches_cross_the_wire_and_a_silent_host_is_noticed(network, child, cli
     wait_for(lambda: far.write_count == 20_001, "the client to find its owner again")
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_cut_within_a_transfer(network, child, client):
     """The bytes underway are lost; the call is told within seconds, and the owner forgets the client."""
     owning = child()
@@ -116,7 +117,7 @@ def test_a_cable_that_is_cut_within_a_transfer(network, child, client):
     ip("link", "set", network.card, "down")
     with pytest.raises(PeerLost, match=f"process {owning.pid}"):
         writing.join()
-    assert writing.ended_at - start < 2 * WITHIN_S + 4 * 32_000_000 / 2e6
+    assert writing.ended_at - start < 2 * WITHIN_S  # what was on its way is waited for
     wait_for(lambda: owning.ask(children.describe)["clients"] == [], "the owner to forget the client", 40)
 
 

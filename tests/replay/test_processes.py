@@ -243,6 +243,15 @@ def test_closing_by_the_owner_ends_every_wait(others: Any) -> None:
             producer.does(Do("extend", numbers(1)))
 
 
+def test_a_first_write_after_the_owner_closed_says_so() -> None:
+    rb = ReplayBuffer(4, shared=True)
+    copy = pickle.loads(pickle.dumps(rb))
+    rb.close()
+    with pytest.raises(BufferClosed):
+        copy.extend(numbers(1))
+    copy.close()
+
+
 def own_and_die(pipe: Any) -> None:
     rb = BlockingReplayBuffer(4, shared=True)
     pipe.send(rb.handle())

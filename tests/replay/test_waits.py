@@ -240,6 +240,17 @@ def test_a_band_that_must_deadlock_is_refused_with_its_numbers() -> None:
         rb.extend(numbers(6), timeout=0)
 
 
+def test_an_insert_that_alone_owes_too_much_is_refused() -> None:
+    """flow-7: also where it passes min_size, which no sample could make up for."""
+    rb = ReplayBuffer(1000, flow=Flow(min_size=20, samples_per_insert=8, max_debt=10))
+    rb.extend(numbers(8))
+    rb.extend(numbers(8))
+    with pytest.raises(Unsatisfiable, match=r"insert of 8 items alone would owe 32 samples, above max_debt=10"):
+        rb.extend(numbers(8))
+    rb.extend(numbers(5))
+    assert rb.write_count == 21
+
+
 def test_prefetched_batches_reserve_and_refund() -> None:
     rb = ReplayBuffer(1000, flow=Flow(samples_per_insert=1.0), prefetch=2, batch_size=10, seed=0)
     rb.extend(numbers(35))

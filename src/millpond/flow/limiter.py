@@ -107,6 +107,13 @@ def _why_no_insert(flow: Flow, counts: Counts, n: int) -> Block:
         rate = Fraction(flow.rate_above, flow.rate_below)
         limit = Fraction(flow.debt_limit, flow.rate_below)
         debt = rate * max(0, counts.write_count + n - flow.min_size - counts.exempt_writes) - counts.samples
+        least = rate * min(n, counts.write_count + n - flow.min_size - counts.exempt_writes)  # all else is sampled
+        if least > limit:
+            return Block(
+                f"an insert of {n} items alone would owe {words(least)} samples, above max_debt={flow.max_debt}: insert "
+                f"fewer at a time, or raise max_debt",
+                "nobody",
+            )
         if debt > limit:
             drawn = -(-(debt - limit) // 1)
             return Block(

@@ -538,6 +538,7 @@ class ReplayBuffer:
         if self._schema is not None:
             return self._schema
         memory = self._engine.memory
+        self._engine.refuse_closed(self._engine.control.peek(), "extend", 0)
         with memory.binding():
             if self._find_rows() and self._schema is not None:
                 if self._schema != schema:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from millpond.core.errors import BufferFull, DeadlineExceeded
+from millpond.core.errors import BufferFull, DeadlineExceeded, Unsatisfiable
 from millpond.flow.limiter import Block, pressure
 from millpond.replay.drawing import Floats, Ints, State
 from millpond.replay.engine import Engine
@@ -100,6 +100,8 @@ class Writer:
     def _drops(self, state: State, n: int, block: Block) -> bool:
         """Under the lock: what the admission policy says where there is no room. True: the items are dropped."""
         engine = self._engine
+        if block.waits_for == "nobody":
+            raise Unsatisfiable(f"extend({n}): {block.reason}")
         if engine.flow.admission == "raise":
             raise BufferFull(f"extend({n}): {block.reason}")
         if engine.flow.admission != "drop_newest" or engine.unlimited:

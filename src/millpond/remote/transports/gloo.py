@@ -19,7 +19,8 @@ from millpond.remote.messages import Message, decode, encode, payload_nbytes
 
 OWNER, CLIENT = 0, 1  # ranks
 _TAG = 0
-_PATIENCE_S, _SLOWEST = 4.0, 2e6  # of a transfer whose other side is ready: seconds, and bytes in each further one
+_PART = 4 << 20  # bytes that are sent, and waited for, at a time
+_PATIENCE = timedelta(seconds=5)  # for a part whose other side is ready; nothing else can cut such a wait short
 
 
 class Group:
@@ -42,7 +43,8 @@ class Group:
     def send(self, payload: torch.Tensor) -> None:
         """``payload``: uint8 ``[n]``, n > 0. Returns when the memory may be used again."""
         try:
-            self._group.send([payload], self._peer, _TAG).wait(_patience(payload.numel()))
+            for work in [self._group.send([part], self._peer, _TAG) for part in payload.split(_PART)]:
+                work.wait(_PATIENCE)
         except RuntimeError as problem:
             raise PeerLost(f"{payload.numel()} bytes could not be sent: {_first_line(problem)}") from problem
         self.sent += payload.numel()
@@ -51,7 +53,8 @@ class Group:
         """The next ``nbytes`` > 0 bytes: uint8 ``[nbytes]``."""
         payload = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         try:
-            self._group.recv([payload], self._peer, _TAG).wait(_patience(nbytes))
+            for work in [self._group.recv([part], self._peer, _TAG) for part in payload.split(_PART)]:
+                work.wait(_PATIENCE)
         except RuntimeError as problem:
             raise PeerLost(f"{nbytes} bytes did not come: {_first_line(problem)}") from problem
         self.received += nbytes
@@ -149,10 +152,6 @@ class GlooWire:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _patience(nbytes: int) -> timedelta:
-    return timedelta(seconds=_PATIENCE_S + nbytes / _SLOWEST)
 
 
 def _first_line(problem: Exception) -> str:

@@ -154,6 +154,7 @@ class Run:
         self.where: collections.Counter[str] = collections.Counter()
         self.max_gap = 0.0
         self._last = (-1, time.monotonic())
+        self._looked = time.monotonic()
         self.survivors = [self.start(kind, victim=False) for kind in "wwrr"]
         self.victims = [self.victim("w"), self.victim("r")]
 
@@ -178,12 +179,13 @@ class Run:
         """Note the longest time in which nobody committed anything."""
         last, at = self._last
         now = time.monotonic()
+        unseen, self._looked = now - self._looked > 0.2, now  # busy starting a process, or starved: not their doing
         if not all(int(one["ledger"].head[CALLS]) for one in self.survivors):
             self._last = (last, now)  # still starting
             return
         commit = int(self.rb._engine.control._commit_word[0])
-        if commit != last:
-            self.max_gap = max(self.max_gap, now - at) if last >= 0 else 0.0
+        if commit != last or unseen:
+            self.max_gap = max(self.max_gap, now - at) if last >= 0 and not unseen else self.max_gap
             self._last = (commit, now)
         elif now - at > 10:
             raise SystemExit(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -25,10 +26,14 @@ class Item:
 
 @dataclass
 class Model:
-    """A ring of items, some of which may have been consumed; and an index that looks at it now and then."""
+    """Items, some of which may have been consumed, and an index that looks at them now and then.
+
+    They lie in a ring, or (``pool``) in whatever slots are free.
+    """
 
     capacity: int
     ids: bool
+    pool: bool = False
     index: SequenceIndex = field(init=False)
     written: list[Item] = field(default_factory=list)
     consumed: set[int] = field(default_factory=set)
@@ -39,12 +44,14 @@ class Model:
         self.index = SequenceIndex(self.capacity)
 
     def write(self, steps: list[tuple[int, int, bool]]) -> None:
+        free = sorted(set(range(self.capacity)) - {item.slot for item in self.live})
         for episode, step, done in steps:
             number = len(self.written)
+            slot = free.pop(number % len(free)) if self.pool else number % self.capacity
             if not self.ids:  # one stream: an episode is what lies between two ends
                 episode, step = self.stream, number
                 self.stream += done
-            self.written.append(Item(number, number % self.capacity, episode, step, done))
+            self.written.append(Item(number, slot, episode, step, done))
 
     def look(self) -> None:
         new = [item for item in self.live if item.number >= self.seen]
@@ -59,7 +66,8 @@ class Model:
 
     @property
     def live(self) -> list[Item]:
-        return [item for item in self.written[-self.capacity :] if item.number not in self.consumed]
+        recent = self.written if self.pool else self.written[-self.capacity :]
+        return [item for item in recent if item.number not in self.consumed]
 
     def alive(self, slots: Ints, numbers: Ints) -> Bools:
         there = np.full(self.capacity, -1)
@@ -197,18 +205,21 @@ def test_a_stream_without_ids_equals_a_search(
         check(model, length, 3)
 
 
-@given(rollouts(), st.integers(5, 30), st.integers(1, 6), st.data())
+@given(rollouts(), st.integers(5, 30), st.integers(1, 6), st.booleans(), st.data())
 def test_items_that_left_from_the_middle_end_a_window(
-    writes: list[list[tuple[int, int, bool]]], capacity: int, length: int, data: st.DataObject
+    writes: list[list[tuple[int, int, bool]]], capacity: int, length: int, pool: bool, data: st.DataObject
 ) -> None:
-    """Consumption in any order: a window stops before what is gone; a later goal may lie behind it."""
-    model = Model(capacity, ids=True)
-    for steps in [write[start : start + capacity] for write in writes for start in range(0, len(write), capacity)]:
-        model.write(steps)
+    """Consumption in any order: a window stops before what is gone, also where another item has its slot."""
+    model = Model(capacity, ids=True, pool=pool)
+    for step in [step for write in writes for step in write]:
+        if len(model.live) == capacity or data.draw(st.booleans()):
+            numbers = [item.number for item in model.live]
+            model.consumed |= set(
+                data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6)) if numbers else []
+            )
+        model.write([step])
         model.look()
-        numbers = [item.number for item in model.live]
-        model.consumed |= set(data.draw(st.lists(st.sampled_from(numbers), max_size=6)) if numbers else [])
-        check(model, length, 5)
+    check(model, length, 5)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 6), st.data())
@@ -304,13 +315,62 @@ def test_a_window_grows_with_an_episode_that_is_longer_than_a_rollout() -> None:
 def test_what_was_missed_between_two_looks_is_a_gap() -> None:
     """Without ids: nobody knows whether an episode ended among the items that nobody saw."""
     model = Model(4, ids=False)
-    model.write([(0, 0, False)] * 3)
+    model.write([(0, 0, True)])
     model.look()
-    model.write([(0, 0, False)] * 9)
+    model.write([*[(0, 0, False)] * 9, (0, 0, True)])
     model.look()
     lengths = model.index.follow(*columns(model.live), 4, model.alive)[2]
     assert lengths.tolist() == [4, 3, 2, 1]
     assert model.index.episodes(model.alive) == EpisodeStats(1, 0, 4, 4, 4.0)
+
+
+def test_what_was_consumed_before_the_first_look_is_a_gap() -> None:
+    model = Model(10, ids=False)
+    model.write(list(episodes([3, 3])))
+    model.consumed |= {3}
+    model.look()
+    assert model.index.follow(*columns(model.live), 4, model.alive)[2].tolist() == [3, 2, 1, 2, 1]
+    assert model.index.episodes(model.alive) == EpisodeStats(2, 1, 2, 3, 2.5)
+
+
+def test_another_item_in_the_slot_of_the_next_step_is_not_the_next_step() -> None:
+    model = Model(3, ids=True, pool=True)
+    model.write(list(episodes([3])))
+    model.look()
+    model.consumed |= {1}
+    model.write([(9, 0, False)])
+    model.look()
+    assert model.written[3].slot == model.written[1].slot
+    check(model, 2, 0)
+    assert len(model.index.starts(2, model.alive)[0]) == 0
+
+
+def test_what_was_written_since_the_last_look_is_not_known_yet() -> None:
+    """An item that is live but new ends a window, and has none: nothing is read from what its slot held before."""
+    model = Model(4, ids=True)
+    model.write(list(episodes([4])))
+    model.look()
+    model.write([(1, 0, False), (1, 1, False)])
+    lengths = model.index.follow(*columns(model.live), 4, model.alive)[2]
+    assert lengths.tolist() == [2, 1, 0, 0]
+    new = columns(model.live[2:])
+    later, its_numbers = model.index.future(*new, model.alive, Recorded(0))
+    assert (later.tolist(), its_numbers.tolist()) == (new[0].tolist(), new[1].tolist())
+
+
+@pytest.mark.parametrize("looks", [(), (1,), (2,), (1, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1), (3, 2, 1, 0)])
+def test_nothing_follows_an_item_that_is_done(order: tuple[int, ...], looks: tuple[int, ...]) -> None:
+    """ring-3: also where a writer goes on with the same id and the next step."""
+    model, steps = Model(10, ids=True), [(7, 0, False), (7, 1, True), (7, 2, False), (7, 3, False)]
+    for k, which in enumerate(order):
+        if k in looks:
+            model.look()
+        model.write([steps[which]])
+    model.look()
+    _, _, lengths = model.index.follow(*columns(sorted(model.live, key=lambda item: item.step)), 4, model.alive)
+    assert lengths.tolist() == [2, 1, 2, 1]
+    assert model.index.starts(3, model.alive)[2] == 4
 
 
 def test_hundreds_of_laps_stay_exact_and_bounded() -> None:

@@ -128,8 +128,8 @@ class Service:
             said, payload = encode(answer)
             caller.send(answer.number, said)
             if payload is not None:
+                self._count("gloo_out", payload.numel())  # before its client can know
                 self._in_use(group).send(payload.cpu())
-                self._count("gloo_out", payload.numel())
         except PeerLost as problem:  # the group broke, while the line holds: the client makes another and repeats
             log.info("%s: %s", self.owner, problem)
             self._groups.pop(caller, None)

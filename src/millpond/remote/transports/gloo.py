@@ -43,8 +43,8 @@ class Group:
     def send(self, payload: torch.Tensor) -> None:
         """``payload``: uint8 ``[n]``, n > 0. Returns when the memory may be used again."""
         try:
-            for work in [self._group.send([part], self._peer, _TAG) for part in payload.split(_PART)]:
-                work.wait(_PATIENCE)
+            for part in payload.split(_PART):
+                self._group.send([part], self._peer, _TAG).wait(_PATIENCE)
         except RuntimeError as problem:
             raise PeerLost(f"{payload.numel()} bytes could not be sent: {_first_line(problem)}") from problem
         self.sent += payload.numel()
@@ -53,8 +53,8 @@ class Group:
         """The next ``nbytes`` > 0 bytes: uint8 ``[nbytes]``."""
         payload = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         try:
-            for work in [self._group.recv([part], self._peer, _TAG) for part in payload.split(_PART)]:
-                work.wait(_PATIENCE)
+            for part in payload.split(_PART):
+                self._group.recv([part], self._peer, _TAG).wait(_PATIENCE)
         except RuntimeError as problem:
             raise PeerLost(f"{nbytes} bytes did not come: {_first_line(problem)}") from problem
         self.received += nbytes

@@ -110,8 +110,8 @@ def _why_no_insert(flow: Flow, counts: Counts, n: int) -> Block:
         least = rate * min(n, counts.write_count + n - flow.min_size - counts.exempt_writes)  # all else is sampled
         if least > limit:
             return Block(
-                f"an insert of {n} items alone would owe {words(least)} samples, above max_debt={flow.max_debt}: insert "
-                f"fewer at a time, or raise max_debt",
+                f"an insert of {n} items alone would owe {words(least)} samples, above max_debt={flow.max_debt}: "
+                "insert fewer at a time, or raise max_debt",
                 "nobody",
             )
         if debt > limit:

@@ -47,6 +47,9 @@ class Generator:
         return int(torch.randint(2**62, (), generator=self.torch))
 
 
+_STEPS = np.arange(256, dtype=np.uint64)
+
+
 class Stream:
     """`Randomness` from one seed, by small NumPy steps that keep the GIL: for draws under the lock.
 
@@ -62,7 +65,7 @@ class Stream:
         out = np.empty(n, np.uint64)
         for a in range(0, n, self.CHUNK):
             b = min(a + self.CHUNK, n)
-            z = np.arange(self._drawn + a + 1, self._drawn + b + 1, dtype=np.uint64)
+            z = _STEPS[: b - a] + np.uint64(self._drawn + a + 1)  # not numpy.arange, which lets go of the GIL
             z = z * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._seed)
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

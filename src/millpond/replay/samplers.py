@@ -10,7 +10,7 @@ import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType
 from millpond.replay.drawing import Draw, Generator, Items, Randomness, State, distinct
-from millpond.replay.slots import Queue
+from millpond.replay.slots import Queue, successive
 from millpond.replay.state import EPOCH, EPOCH_CURSOR, EPOCH_HALF, EPOCH_HEAD, EPOCH_SIZE, HEAD, LIVE, TAKES
 
 Arrays = Callable[[str], Any]
@@ -170,7 +170,7 @@ class ConsumingSampler:
         for times in range(self.n):  # those delivered exactly this often: positions [lower, upper)
             lower = queue.delivered(state, times + 1)
             take = min(missing, upper - lower)
-            parts.append(np.arange(lower, lower + take))
+            parts.append(successive(lower, take))
             missing -= take
             upper = lower
             if not missing:

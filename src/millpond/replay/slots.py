@@ -27,6 +27,18 @@ from millpond.replay.state import CONSUMED, HEAD, LIVE, OVERWRITTEN, REDO, STORE
 CHUNK = 256
 
 
+_STEPS = np.arange(CHUNK)
+
+
+def successive(start: int, n: int) -> Ints:
+    """``numpy.arange(start, start + n)``, which lets go of the GIL whatever its size; this does not."""
+    out = np.empty(n, np.int64)
+    for a in range(0, n, len(_STEPS)):
+        part = out[a : a + len(_STEPS)]
+        np.add(_STEPS[: len(part)], start + a, out=part)
+    return out
+
+
 class Slots(Protocol):
     """Where items are, come and go."""
 
@@ -75,11 +87,10 @@ class Ring:
 
     def place(self, state: State, n: int) -> Ints:
         start = state[HEAD] % self.capacity
-        slots = np.arange(start, start + n)
-        over = self.capacity - start
-        if over < n:
-            slots[over:] -= self.capacity
-        return slots
+        before = self.capacity - start
+        if before >= n:
+            return successive(start, n)
+        return np.concatenate([successive(start, before), successive(0, n - before)])
 
     def add(self, state: State, slots: Ints, n: int) -> None:
         state[HEAD] += n
@@ -223,7 +234,7 @@ class Pool:
     def add(self, state: State, slots: Ints, n: int) -> None:
         for a in range(0, n, CHUNK):  # not live yet: nobody trusts these entries before the commit
             b = min(a + CHUNK, n)
-            self._number[slots[a:b]] = np.arange(state[HEAD] + a, state[HEAD] + b)
+            self._number[slots[a:b]] = successive(state[HEAD] + a, b - a)
             self._count[slots[a:b]] = 0
         state[HEAD] += n
         state[WRITES] += n
@@ -294,7 +305,7 @@ class Pool:
             stays[places[~inside] - kept] = False
         moved = [order[kept + a : min(kept + a + CHUNK, live)][stays[a : a + CHUNK]] for a in range(0, n, CHUNK)]
         into, movers = np.concatenate(gaps), np.concatenate(moved)
-        behind = np.arange(kept, live)
+        behind = successive(kept, n)
         capacity = self.capacity
         self._log(state, into, movers)
         self._log(state, capacity + movers, into)

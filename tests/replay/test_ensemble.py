@@ -178,7 +178,8 @@ def take(members: list[ReplayBuffer], pipe: Any, seed: int) -> None:
 
 def test_competing_ensembles_with_their_members_in_different_order() -> None:
     """Two processes and two threads take from the same members: nothing is lost, nobody waits for ever."""
-    members = [BlockingReplayBuffer(64, shared=True) for _ in range(3)]
+    # room for all that is written: a producer that waits for one member could starve those who wait for another
+    members = [BlockingReplayBuffer(512, shared=True) for _ in range(3)]
     processes, pipes = [], []
     for i, order in enumerate(([0, 1, 2], [2, 1, 0])):
         mine, theirs = FORK.Pipe()

@@ -134,6 +134,17 @@ def test_importance_weights(beta: float) -> None:
     torch.testing.assert_close(batch["priority_weight"].double(), weights[batch["x"]], rtol=1e-6, atol=0)
 
 
+def test_a_slot_whose_item_is_only_being_written_is_never_returned(rb: ReplayBuffer) -> None:
+    """A writer gives a slot its priority just before its item becomes live: who draws it then must draw again."""
+    rb.extend(numbers(4))
+    tree = rb.sampler.tree  # type: ignore[attr-defined]
+    tree.fill_at(np.array([6]), 1e9)
+    with pytest.raises(NotReady, match="cannot draw"):
+        rb.sample(64)
+    tree.fill_at(np.array([6]), 0.0)
+    assert rb.sample(64)["generation"].min() >= 0
+
+
 def test_of_duplicate_indices_the_last_counts(rb: ReplayBuffer) -> None:
     rb.extend(numbers(4))
     assert rb.update_priority(torch.tensor([2, 1, 2]), torch.tensor([5.0, 6.0, 7.0])) == 3

@@ -87,7 +87,7 @@ class Engine:
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
         self._sizes_checked = (0, 0)
-        self._always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
+        self.always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
 
     # ------------------------------------------------------------------ the state
     def load(self) -> State:
@@ -182,7 +182,7 @@ class Engine:
                 return block
         if self.rows is None and not self.find_rows():
             return Block("nothing was written yet", "inserts")
-        if self._always_ready:
+        if self.always_ready:
             return None
         reason = self.sampler.ready(self.view(state, locked=locked), n)
         return None if reason is None else Block(reason, "inserts")

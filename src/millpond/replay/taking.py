@@ -121,7 +121,7 @@ class Taker:
         if state[REDO]:
             return None  # committed, but not yet applied: the slots' arrays are older than the state
         draw = engine.sampler.draw(engine.view(state), n, engine.random)
-        if draw is None:
+        if draw is None or self._names_nobody(draw):
             return None
         rows = engine.rows.read(draw.slots)
         try:
@@ -145,9 +145,15 @@ class Taker:
             if engine.sample_block(now, n, locked=True) is not None:
                 return None
             draw = self.draw_locked(now, n, random)
+            if draw is not None and self._names_nobody(draw):
+                return None
             return None if draw is None else self.deliver_locked(now, draw, ahead=ahead)
         finally:
             engine.control.mutex.unlock()
+
+    def _names_nobody(self, draw: Draw) -> bool:
+        """Does the draw hold a slot without a live item? Priorities are changed a moment before, or after, the state is."""
+        return not self._engine.always_ready and bool((draw.numbers < 0).any())
 
     def draw_locked(self, state: State, n: int, random: Stream) -> Draw | None:
         """Under the lock: choose n items."""

@@ -1,7 +1,7 @@
 """Remote replay against what it is made of: the in-process call, a bare Gloo round trip, a bare Ray call.
 
-Batches of Hopper transitions (112 bytes each) to and from a buffer that a Ray actor owns, by a client in another process
-on the same host. Each way takes turns with the bare thing that it cannot beat, so the ratios are of one run.
+Batches of Hopper transitions (112 bytes each) to and from a buffer that a Ray actor owns, by a client in another
+process on the same host. Each way takes turns with the bare thing that it cannot beat, so the ratios are of one run.
 """
 
 from __future__ import annotations

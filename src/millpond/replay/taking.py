@@ -152,7 +152,8 @@ class Taker:
             engine.control.mutex.unlock()
 
     def _names_nobody(self, draw: Draw) -> bool:
-        """Does the draw hold a slot without a live item? Priorities are changed a moment before, or after, the state is."""
+        """Does the draw hold a slot without a live item? Priorities are changed a moment before, or after, the state
+        is."""
         return not self._engine.always_ready and bool((draw.numbers < 0).any())
 
     def draw_locked(self, state: State, n: int, random: Stream) -> Draw | None:

@@ -176,8 +176,8 @@ def main() -> None:
         "remote_transports",
         "A remote replay buffer, by each way, against the bare thing that carries it",
         found,
-        notes="Batches of Hopper transitions, 112 bytes each, to and from a buffer of 1 M in a Ray actor on the same host. "
-        "Each pair took turns in one run; the ratio is to the line above. One thread.",
+        notes="Batches of Hopper transitions, 112 bytes each, to and from a buffer of 1 M in a Ray actor on the same "
+        "host. Each pair took turns in one run; the ratio is to the line above. One thread.",
     )
     slow = [
         f"{row['op']} by {name}: {row['ratio']} times the bare thing, at most {limit} are allowed"

@@ -8,12 +8,14 @@ padding stands only at the end of a row, and the same fields give the same layou
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,15 +76,6 @@ class Field:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class _Group(NamedTuple):
-    """Neighbouring fields of one type: one view of the rows and one split give them all."""
-
-    dtype: torch.dtype
-    sizes: list[int]  # elements of this type before the group (if any), of each field, and after the group (if any)
-    first: int  # where the fields begin in ``sizes``
-    shapes: list[tuple[int, ...] | None]  # None where the item is a vector, so that the split is the field already
-
-
 class Schema:
     """Names, types and shapes of an item's fields, and where each lies in the row.
 
@@ -115,10 +108,10 @@ class Schema:
         self.row_nbytes = max(word, -(-offset // word) * word)
         self.plain = self.fields[0].key == ()
         self.by_key: dict[Key, Field] = {field.key: field for field in self.fields}
-        self._groups = self._group()
         self.record = self._record()
         self._parts = [(f, _NUMPY_OF.get(f.dtype)) for f in self.fields]
         self._groups_of_keys, self._places, self._group_numbers = _places(self.fields)
+        self._plan()
         self._tree = _nest({f.key: i for i, f in enumerate(self.fields)})
         text = json.dumps(self._spelled(), separators=(",", ":"))
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -272,12 +265,11 @@ class Schema:
 
         ``extra`` are fields that are added, or stand in place of stored ones; ``top`` are added beside the groups.
         """
-        columns = self._columns(rows)
+        parts = self._cut(rows)
         if self.plain:
-            return columns[0] if extra is None else extra.get((), columns[0])
-        places: list[dict[str, Any]] = [{} for _ in self._groups_of_keys]
-        for (place, name), column in zip(self._places, columns, strict=True):
-            places[place][name] = column
+            column = parts[self._positions[0]]
+            return column if extra is None else extra.get((), column)
+        places: list[dict[str, Any]] = [dict(zip(names, pick(parts))) for names, pick in self._nests]  # noqa: B905
         if top is not None:
             places[0].update(top)
         if extra:
@@ -318,25 +310,41 @@ class Schema:
             self._refuse_keys(leaves)
         return [leaves[field.key] for field in self.fields]
 
-    def _group(self) -> list[_Group]:
-        groups: list[_Group] = []
+    def _plan(self) -> None:
+        """How `_cut` works: neighbouring fields of one type come from one view of the rows and one split of it."""
+        self._splits: list[tuple[torch.dtype, list[int]]] = []
+        self._positions: list[int] = []  # of the fields, among the parts of all splits
+        self._shaped: list[tuple[int, tuple[int, ...]]] = []  # parts that are no vectors, so that a view must follow
+        made = 0
         for dtype in dict.fromkeys(f.dtype for f in self.fields):
             fields = [f for f in self.fields if f.dtype is dtype]
             before = fields[0].offset // dtype.itemsize
             sizes = [before] * (before > 0) + [f.size for f in fields]
             rest = self.row_nbytes // dtype.itemsize - sum(sizes)
-            shapes = [None if len(f.shape) == 1 else f.shape for f in fields]
-            groups.append(_Group(dtype, sizes + [rest] * (rest > 0), int(before > 0), shapes))
-        return groups
+            positions = range(made + (before > 0), made + (before > 0) + len(fields))
+            self._positions += positions
+            self._shaped += [(i, f.shape) for i, f in zip(positions, fields, strict=True) if len(f.shape) != 1]
+            self._splits.append((dtype, sizes + [rest] * (rest > 0)))
+            made += len(self._splits[-1][1])
+        nests: list[tuple[list[str], list[int]]] = [([], []) for _ in self._groups_of_keys]
+        for (place, name), position in zip(self._places, self._positions, strict=True):
+            nests[place][0].append(name)
+            nests[place][1].append(position)
+        self._nests = [(tuple(names), _picker(positions)) for names, positions in nests]
+
+    def _cut(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of the rows: the fields at `_positions`, in between what no field uses."""
+        parts: list[torch.Tensor] = []
+        for dtype, sizes in self._splits:
+            # unsafe: autograd does not know the parts as views of these bytes, which have no gradient anyway
+            parts += torch.unsafe_split_with_sizes(rows.view(dtype), sizes, 1)
+        for position, shape in self._shaped:
+            parts[position] = parts[position].reshape(rows.shape[0], *shape)
+        return parts
 
     def _columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        columns: list[torch.Tensor] = []
-        for dtype, sizes, first, shapes in self._groups:
-            # unsafe: autograd does not know the parts as views of these bytes, which have no gradient anyway
-            parts = torch.unsafe_split_with_sizes(rows.view(dtype), sizes, 1)
-            for i, shape in enumerate(shapes, first):
-                columns.append(parts[i] if shape is None else parts[i].reshape(rows.shape[0], *shape))
-        return columns
+        parts = self._cut(rows)
+        return [parts[i] for i in self._positions]
 
     def _record(self) -> np.dtype[Any] | None:
         """The row as a NumPy structured type, which makes single items cheap; None where NumPy lacks a type."""
@@ -405,15 +413,25 @@ class Staging:
         torch._foreach_copy_(self.columns, [t.detach() if t.requires_grad else t for t in tensors])
 
 
-_UNSAFE = getattr(TensorDict, "_new_unsafe", None)  # skips checks that our own views cannot fail: 3 µs instead of 30
+def _maker() -> Callable[[dict[str, Any], torch.Size], TensorDict]:
+    """The quickest way that this version of TensorDict offers: without checks that our own views cannot fail."""
+    unsafe: Any = getattr(TensorDict, "_new_unsafe", None)  # 3 µs instead of 30
+    if unsafe is None:
+        return TensorDict
+    if "nested" in inspect.signature(unsafe).parameters:  # False: there are no dicts among the values
+        return lambda source, batch_size: unsafe(source, batch_size, nested=False)
+    return lambda source, batch_size: unsafe(source=source, batch_size=batch_size)
 
 
-def tensordict_of(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """A TensorDict of tensors and TensorDicts that are known to share ``batch_size``."""
-    if _UNSAFE is None:
-        return TensorDict(source, batch_size)
-    made: TensorDict = _UNSAFE(source=source, batch_size=batch_size)
-    return made
+#: A TensorDict of tensors and TensorDicts that are known to share a batch size: ``tensordict_of(source, batch_size)``.
+tensordict_of = _maker()
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]]:
+    """Takes the elements at ``positions`` out of a sequence."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda parts: [parts[i] for i in positions]
 
 
 def _places(fields: Sequence[Field]) -> tuple[list[tuple[int, str]], list[tuple[int, str]], dict[Key, int]]:

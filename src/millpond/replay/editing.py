@@ -17,7 +17,7 @@ from millpond.replay.rows import Journal
 from millpond.replay.samplers import SamplerWithoutReplacement
 from millpond.replay.state import CLOSED, EPOCH_CURSOR, EPOCH_SIZE, LIVE, REWRITES, STALE
 from millpond.replay.taking import TRIES
-from millpond.replay.view import every, matching
+from millpond.replay.view import every
 from millpond.replay.waiting import bury_dead
 
 CHUNK = 4096
@@ -122,15 +122,16 @@ class Editor:
         applied = 0
         for a in range(0, len(slots), CHUNK):
             part = slice(a, a + CHUNK)
-            guess = None if numbers is None else numbers[part]
-            view = engine.view(engine.control.peek()) if engine.rows is not None or engine.find_rows() else None
-            if view is None:
+            if engine.rows is None and not engine.find_rows():
                 raise NotReady("there is no item whose priority could change")
-            _, expected, _ = matching(view, slots[part], guess)
+            if numbers is None:  # whatever is there now
+                expected = engine.slots.number(engine.control.peek(), slots[part])
+            else:
+                expected = numbers[part]
             try:
                 state = engine.load()
                 engine.refuse_closed(state, "update_priority", len(slots))
-                alive = (expected >= 0) & engine.slots.alive(state, slots[part], expected)
+                alive = engine.slots.alive(state, slots[part], expected)
                 every_one = every(alive)
                 chosen = slots[part] if every_one else slots[part][alive]
                 engine.control.begin(state, len(chosen))
@@ -165,7 +166,7 @@ class Editor:
         assert rows is not None
         while True:
             state = engine.control.peek()
-            _, expected, _ = matching(engine.view(state), slots, numbers)
+            expected = engine.slots.number(state, slots) if numbers is None else numbers
             patched = rows.read(slots).clone()
             for key, value in fields.items():
                 rows.schema.column(patched, key).copy_(value[part])
@@ -174,7 +175,7 @@ class Editor:
                 engine.refuse_closed(now, "update", len(slots))
                 if now[REWRITES] != state[REWRITES]:
                     continue  # somebody else rewrote rows since we read ours
-                alive = (expected >= 0) & engine.slots.alive(now, slots, expected)
+                alive = engine.slots.alive(now, slots, expected)
                 now[STALE] += len(slots) - int(alive.sum())
                 if alive.any():
                     journal.note(slots[alive], patched[torch.from_numpy(alive)])
@@ -220,15 +221,18 @@ class Editor:
                 index, generation = index_or_sample["index"], index_or_sample["generation"]
             except KeyError as problem:
                 raise InvalidArgument(f"this batch has no {problem}: is it one that sample() returned?") from problem
-            numbers = torch.as_tensor(generation).detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
+            numbers = _int64(generation)
         else:
             index = index_or_sample
         tensor = torch.as_tensor(index)
         if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
             raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
-        slots = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).to(torch.int64).numpy())
-        if slots.size and not (slots.min() >= 0 and slots.max() < self._engine.capacity):
+        slots = _int64(tensor)
+        # as unsigned numbers those below 0 are the largest
+        if slots.size and np.maximum.reduce(slots.view(np.uint64)) >= self._engine.capacity:
             raise InvalidArgument(f"slots {slots.min()} to {slots.max()} are outside 0 to {self._engine.capacity - 1}")
+        if numbers is not None and len(numbers) != len(slots):
+            raise InvalidArgument(f"{len(slots)} slots came with {len(numbers)} generations")
         return slots, numbers
 
     # ------------------------------------------------------------------ taking over
@@ -242,3 +246,11 @@ class Editor:
             engine.commit(state)
         finally:
             engine.control.mutex.unlock()
+
+
+def _int64(numbers: Any) -> Ints:
+    """One-dimensional and contiguous, on the CPU; a copy only where it must be."""
+    tensor = torch.as_tensor(numbers)
+    if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.dim() != 1:
+        tensor = tensor.detach().to("cpu", torch.int64).reshape(-1)
+    return np.ascontiguousarray(tensor.numpy())

@@ -18,6 +18,7 @@ from millpond.replay.drawing import Generator, Sampler, State
 from millpond.replay.memory import Memory
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rows import Rows
+from millpond.replay.rules import KNOWN, layers
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
@@ -87,13 +88,15 @@ class Engine:
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
         self._sizes_checked = (0, 0)
+        self.trusted = all(type(layer) in KNOWN.values() for layer in layers(sampler))
         self.always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
 
     # ------------------------------------------------------------------ the state
     def load(self) -> State:
         """Take the lock and read the state, finishing what a dead predecessor had begun. ``try: … finally:
         unlock()``."""
-        state = self.control.load(self.control.mutex.lock())
+        control = self.control
+        state = control.load(control.mutex.lock())
         if state[REDO]:
             self._redo(state)
         if state[RECEIPT_LINE]:

@@ -18,6 +18,7 @@ from millpond.core.errors import InvalidArgument, InvalidType
 from millpond.core.schema import Key
 from millpond.replay.drawing import Draw, Floats, Ints, Items, Randomness, distinct
 from millpond.replay.samplers import made
+from millpond.replay.slots import successive
 from millpond.replay.sum_tree import SumTree
 
 
@@ -86,12 +87,13 @@ class PrioritizedSampler:
             found = self._draw_distinct(n, random)
             if found is None:
                 return None
-            slots = found
+            slots, leaves = found, tree.leaf(found)
         elif self.stratified:
-            slots = tree.draw((np.arange(n) + random.uniform(n)) * (tree.total / n))
+            mass = successive(0, n) + random.uniform(n)
+            mass *= tree.total / n
+            slots, leaves = tree.draw(mass)
         else:
-            slots = tree.draw(random.uniform(n) * tree.total)
-        leaves = tree.leaf(slots)
+            slots, leaves = tree.draw(random.uniform(n) * tree.total)
         with np.errstate(divide="ignore"):  # a leaf that became 0 meanwhile: its item left, and the draw is made again
             weights = (
                 np.ones(n) if self._beta == 0.0 else _power(np.minimum(tree.min_positive / leaves, 1.0), self._beta)
@@ -103,7 +105,7 @@ class PrioritizedSampler:
         """One after the other without putting back: what was drawn already is drawn again."""
         tree, chosen = self.tree, dict[int, None]()
         for _ in range(8):
-            drawn = tree.draw(random.uniform(n - len(chosen)) * tree.total)
+            drawn, _ = tree.draw(random.uniform(n - len(chosen)) * tree.total)
             chosen.update(dict.fromkeys(drawn.tolist()))
             if len(chosen) == n:
                 return np.fromiter(chosen, np.int64, n)
@@ -126,17 +128,20 @@ class PrioritizedSampler:
         Raises:
             InvalidArgument: a priority that is negative or not finite, or not one for each item.
         """
-        values = torch.as_tensor(priority).detach().to("cpu", torch.float64).numpy().reshape(-1)
+        values = _float64(priority)
         if values.size == 1 and n != 1:
             values = np.repeat(values, n)
         if values.size != n:
             raise InvalidArgument(f"{values.size} priorities for {n} items")
-        bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-        if bad.size:
+        if n == 0:
+            return values
+        highest = float(np.maximum.reduce(values))
+        if not (np.minimum.reduce(values) >= 0.0 and highest < math.inf):  # also where one of them is NaN
+            bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
             raise InvalidArgument(f"a priority is finite and not negative; number {bad[0]} of {n} is {values[bad[0]]}")
         leaves = _power(values + self.eps, self.alpha)
-        if leaves.size and leaves.max() > self.tree.largest_leaf:
-            raise InvalidArgument(f"priority {values.max():g} is too large for a tree of {self._capacity} items")
+        if (highest + self.eps) ** self.alpha > self.tree.largest_leaf:
+            raise InvalidArgument(f"priority {highest:g} is too large for a tree of {self._capacity} items")
         return leaves
 
     def set_leaves(self, slots: Ints, leaves: Floats) -> None:
@@ -176,6 +181,14 @@ class PrioritizedSampler:
 
 def _power(values: Floats, exponent: float) -> Floats:
     return values if exponent == 1.0 else np.power(values, exponent)
+
+
+def _float64(priority: Any) -> Floats:
+    if type(priority) is torch.Tensor and priority.device.type == "cpu" and priority.dtype is not torch.bfloat16:
+        values = priority.detach().numpy()
+    else:
+        values = torch.as_tensor(priority).detach().to("cpu", torch.float64).numpy()
+    return values.astype(np.float64).reshape(-1)
 
 
 def _number(name: str, value: Any) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,23 @@ from millpond.shm import mapped
 
 FEW = 32  # rows up to which NumPy is quicker than a torch kernel, above all just after a sleep
 CHUNK = 256  # NumPy keeps the GIL for 1-D indexing of up to 500 elements
+VAST = 16 << 20  # bytes of rows from which on they do not fit into the caches, so that a gather waits for memory
+MANY = 1024  # rows from which on a gather lets go of the GIL
+
+Gather = Callable[[Ints, Ints, Ints], None]
+
+
+@cache
+def _gathers() -> tuple[Gather, Gather] | None:
+    """Compiled gathers of 64-bit words, that keep the GIL and that let go of it; None where there is no Numba.
+
+    Loaded by the first sample from rows that are worth it, so writers never pay for it.
+    """
+    try:
+        from millpond.replay import gather_numba
+    except ImportError:
+        return None
+    return gather_numba.gather, gather_numba.gather_released
 
 
 class Rows:
@@ -37,17 +55,28 @@ class Rows:
             self._base = rows.data_ptr()
             self._words = rows.view(torch.int64)
             self._numbers = self._words.numpy()
+            self._flat = self._numbers.reshape(-1)
             self._records = rows.numpy().reshape(-1).view(np.dtype(f"V{schema.row_nbytes}"))
+            self._vast = rows.nbytes >= VAST
+            self._width = schema.row_nbytes // 8
         self.hook: Any = None  # tests stop here in the middle of a row
 
     # ------------------------------------------------------------------ without the lock
     def read(self, slots: Ints) -> torch.Tensor:
         """Copies of rows, as 64-bit words where they can be had so, else as bytes; `Schema` takes both."""
-        if self.raw:
-            if 0 < len(slots) <= FEW:
-                return torch.from_numpy(self._numbers[slots])
+        if not self.raw:
+            return self.storage.read(torch.from_numpy(slots))
+        n = len(slots)
+        if 0 < n <= FEW:
+            return torch.from_numpy(self._numbers[slots])
+        gathers = _gathers() if self._vast else None
+        if gathers is None:
             return self._words.index_select(0, torch.from_numpy(slots))
-        return self.storage.read(torch.from_numpy(slots))
+        out = np.empty((n, self._width), np.int64)
+        if not slots.flags.carray:
+            slots = slots.copy()
+        gathers[n >= MANY](self._flat, slots, out)
+        return torch.from_numpy(out)
 
     def columns(self, slots: Ints, keys: Sequence[Key], *, locked: bool = False) -> list[torch.Tensor]:
         """Copies of some fields, ``[n, *shape]``."""

@@ -156,7 +156,7 @@ class SumTree:
         if n:
             self._engine().fill(*self._arguments, first_slot, n, leaf)
 
-    def draw(self, mass: Floats) -> Ints:
+    def draw(self, mass: Floats) -> tuple[Ints, Floats]:
         """Map each mass to the slot in whose share of the total it lies; never to a leaf of 0, whatever the rounding.
 
         Shares lie in the order of the slots, with at most the usual rounding of a sum between one and the next.
@@ -165,18 +165,18 @@ class SumTree:
             mass: float64 ``[n]``, in ``[0, total)``; what lies outside counts as the nearest inside, and NaN as 0.
 
         Returns:
-            int64 ``[n]``.
+            Slots, int64 ``[n]``, and the leaves there, float64 ``[n]``.
 
         Raises:
             InvalidArgument: all leaves are 0.
         """
         mass = _vector(mass, np.float64, "mass")
-        slots, scratch = np.empty(mass.size, np.int64), np.empty(mass.size)
+        slots, leaves = np.empty(mass.size, np.int64), np.empty(mass.size)
         if mass.size:
             if not self._tree[self._root] > 0.0:
                 raise InvalidArgument("nothing can be drawn: every leaf of the sum tree is 0")
-            self._engine().draw(*self._arguments, mass, scratch, slots)
-        return slots
+            (self._loaded or self._engine()).draw(*self._arguments, mass, leaves, slots)
+        return slots, leaves
 
     def leaf(self, slots: Ints) -> Floats:
         """The leaves at ``slots`` (int64 ``[n]``), a copy."""
@@ -231,6 +231,8 @@ class SumTree:
 
 
 def _vector(values: Any, dtype: type[np.generic], name: str) -> NDArray[Any]:
+    if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and values.flags.carray:
+        return values
     array = np.asarray(values)
     if array.dtype != dtype:
         if array.size or array.dtype.kind not in "fiu":

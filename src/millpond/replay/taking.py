@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from millpond.core.errors import DeadlineExceeded, NotReady
+from millpond.core.errors import DeadlineExceeded, InvalidArgument, NotReady
 from millpond.core.schema import Key
 from millpond.flow.limiter import Block, pressure, sample_block
 from millpond.replay.drawing import Draw, Ints, State, Stream
@@ -117,13 +118,15 @@ class Taker:
     def _try(self, state: State, n: int, ahead: bool) -> Taken | None:
         """Optimistic: draw and gather without the lock, then look whether that still holds."""
         engine = self._engine
-        assert engine.rows is not None
+        stored = engine.rows
+        assert stored is not None
         if state[REDO]:
             return None  # committed, but not yet applied: the slots' arrays are older than the state
         draw = engine.sampler.draw(engine.view(state), n, engine.random)
-        if draw is None or self._names_nobody(draw):
+        if draw is None or (not engine.always_ready and self._names_nobody(draw)):
             return None
-        rows = engine.rows.read(draw.slots)
+        rows = stored.read(draw.slots)
+        mutex = engine.control.mutex
         try:
             now = engine.load()
             if now[CLOSED]:
@@ -132,7 +135,7 @@ class Taker:
                 return None
             return self._deliver(now, draw, rows, ahead)
         finally:
-            engine.control.mutex.unlock()
+            mutex.unlock()
 
     def _take_locked(self, n: int, ahead: bool) -> Taken | None:
         """Others were faster several times: draw where nobody can be."""
@@ -145,7 +148,7 @@ class Taker:
             if engine.sample_block(now, n, locked=True) is not None:
                 return None
             draw = self.draw_locked(now, n, random)
-            if draw is not None and self._names_nobody(draw):
+            if draw is not None and not engine.always_ready and self._names_nobody(draw):
                 return None
             return None if draw is None else self.deliver_locked(now, draw, ahead=ahead)
         finally:
@@ -153,8 +156,13 @@ class Taker:
 
     def _names_nobody(self, draw: Draw) -> bool:
         """Does the draw hold a slot without a live item? Priorities are changed a moment before, or after, the state
-        is."""
-        return not self._engine.always_ready and bool((draw.numbers < 0).any())
+        is.
+
+        Raises ``InvalidArgument`` where a user's sampler answered what cannot be slots and numbers at all.
+        """
+        if not self._engine.trusted:
+            refuse_nonsense(draw, self._engine.capacity, repr(self._engine.sampler))
+        return bool(np.minimum.reduce(draw.numbers, initial=0) < 0)
 
     def draw_locked(self, state: State, n: int, random: Stream) -> Draw | None:
         """Under the lock: choose n items."""
@@ -270,3 +278,16 @@ class Taker:
             self._engine.commit(state, self._engine.items_event, self._engine.space_event)
         finally:
             self._engine.control.mutex.unlock()
+
+
+def refuse_nonsense(draw: Draw, capacity: int, who: str) -> None:
+    """Raises ``InvalidArgument`` where the draw cannot be what a sampler must answer: rows are gathered unchecked."""
+    for name, values in (("slots", draw.slots), ("numbers", draw.numbers)):
+        if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.ndim != 1:
+            kind = f"{values.dtype}{list(values.shape)}" if hasattr(values, "dtype") else type(values).__name__
+            raise InvalidArgument(f"{who} must draw {name} as a one-dimensional int64 array, not {kind}")
+    if len(draw.slots) != len(draw.numbers) or not len(draw.slots):
+        raise InvalidArgument(f"{who} drew {len(draw.slots)} slots with {len(draw.numbers)} numbers")
+    low, high = int(np.minimum.reduce(draw.slots)), int(np.maximum.reduce(draw.slots))
+    if low < 0 or high >= capacity:
+        raise InvalidArgument(f"{who} drew slots {low} to {high}, outside 0 to {capacity - 1}")

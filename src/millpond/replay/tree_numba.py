@@ -1,66 +1,42 @@
 # ruff: noqa: FURB136  (a conditional expression is one instruction without a branch; min() and max() are several)
 """The sum tree's kernels for Numba. Imported at the first use of a tree only, so that millpond runs without Numba.
 
-Each kernel keeps the GIL (a lock may be held around it), allocates nothing, and has one explicit signature, so that
-nothing is compiled twice. The order of every addition is fixed: `tree_numpy` gives the same bits.
+Each kernel keeps the GIL, as a lock may be held around it. The order of every addition is fixed: `tree_numpy` gives
+the same bits.
 
 The arguments `tree, offsets, sizes` are the memory of a tree and its `sum_tree.Layout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
-from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from millpond.replay.compiled import announce, compiled, inlined
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-_OPTIONS: dict[str, Any] = {"nogil": False, "error_model": "numpy", "boundscheck": False}
 _TREE = "float64[::1], int64[::1], int64[::1]"
 
 
-def _compiled(signature: str) -> Callable[[_Function], _Function]:
-    """Compile now, or load from the cache beside this file (or in NUMBA_CACHE_DIR) where a directory is writable."""
-
-    def decorate(function: _Function) -> _Function:
-        compiled: Any
-        try:
-            compiled = numba.njit(signature, cache=True, **_OPTIONS)(function)
-        except RuntimeError:  # "cannot cache function: no locator available": no directory is writable
-            compiled = numba.njit(signature, **_OPTIONS)(function)
-        return cast(_Function, compiled)
-
-    return decorate
-
-
-def _inlined(function: _Function) -> _Function:
-    """Becomes part of the kernels that call it; compiled only when one of them is."""
-    compiled: Any = numba.njit(forceinline=True, **_OPTIONS)(function)
-    return cast(_Function, compiled)
-
-
-@_inlined
+@inlined
 def _lower(a: float, b: float) -> float:
     return a if a < b else b
 
 
-@_inlined
+@inlined
 def _higher(a: float, b: float) -> float:
     return a if a > b else b
 
 
-@_inlined
+@inlined
 def _or_inf(a: float) -> float:
     return a if a > 0.0 else inf
 
 
-@_inlined
+@inlined
 def _sum_leaves(tree: Floats, child: int, node: int) -> None:
     total, low, high, count = 0.0, inf, 0.0, 0
     for k in range(8):
@@ -75,7 +51,7 @@ def _sum_leaves(tree: Floats, child: int, node: int) -> None:
     tree[node + 24] = count
 
 
-@_inlined
+@inlined
 def _sum_nodes(tree: Floats, child: int, node: int) -> None:
     total, low, high, count = 0.0, inf, 0.0, 0.0
     for k in range(8):
@@ -89,7 +65,7 @@ def _sum_nodes(tree: Floats, child: int, node: int) -> None:
     tree[node + 24] = count
 
 
-@_inlined
+@inlined
 def _sum_range(tree: Floats, offsets: Ints, sizes: Ints, level: int, first: int, last: int) -> None:
     below, here = offsets[level - 1], offsets[level]
     if level == 1:
@@ -100,7 +76,7 @@ def _sum_range(tree: Floats, offsets: Ints, sizes: Ints, level: int, first: int,
             _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
 
 
-@_inlined
+@inlined
 def _sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
     """Recompute every ancestor of `slots`, a level at a time, so that repeated nodes cost time and nothing else."""
     n = slots.size
@@ -109,21 +85,17 @@ def _sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
             _sum_range(tree, offsets, sizes, level, 0, sizes[level] - 1)
             continue
         below, here, shift, previous = offsets[level - 1], offsets[level], 3 * level, -1
-        if level == 1:
-            for i in range(n):
-                node = slots[i] >> shift
-                if node != previous:
+        for i in range(n):
+            node = slots[i] >> shift
+            if node != previous:
+                if level == 1:
                     _sum_leaves(tree, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
-                    previous = node
-        else:
-            for i in range(n):
-                node = slots[i] >> shift
-                if node != previous:
+                else:
                     _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
-                    previous = node
+                previous = node
 
 
-@_compiled(f"int64({_TREE}, int64[::1], float64[::1], float64)")
+@compiled(f"int64({_TREE}, int64[::1], float64[::1], float64)")
 def update(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaves: Floats, largest: float) -> int:
     """Write `leaves`; return -1, or the position of the first bad entry, and then nothing was written."""
     n, capacity = slots.size, sizes[0]
@@ -137,7 +109,7 @@ def update(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaves: Floats
     return -1
 
 
-@_compiled(f"int64({_TREE}, int64[::1], float64)")
+@compiled(f"int64({_TREE}, int64[::1], float64)")
 def fill_at(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaf: float) -> int:
     """Write one leaf; return -1, or the position of the first bad slot, and then nothing was written."""
     n, capacity = slots.size, sizes[0]
@@ -150,7 +122,7 @@ def fill_at(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaf: float) 
     return -1
 
 
-@_compiled(f"void({_TREE}, int64, int64, float64)")
+@compiled(f"void({_TREE}, int64, int64, float64)")
 def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: float) -> None:
     """Write one leaf into a range that the caller has checked."""
     for slot in range(first, first + n):
@@ -159,14 +131,15 @@ def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: flo
         _sum_range(tree, offsets, sizes, level, first >> 3 * level, (first + n - 1) >> 3 * level)
 
 
-@_compiled(f"void({_TREE}, float64[::1], float64[::1], int64[::1])")
+@compiled(f"void({_TREE}, float64[::1], float64[::1], int64[::1])")
 def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
-    """Walk all of `mass` down a level at a time, so that their cache misses overlap; `left` is for its use."""
+    """Walk all of `mass` down a level at a time, so that their cache misses overlap; `left` becomes the leaves."""
     for i in range(mass.size):
         slots[i] = 0
         left[i] = mass[i] if mass[i] > 0.0 else 0.0
     for level in range(sizes.size - 2, -1, -1):
         below, group = offsets[level], 32 if level else 8
+        next_below, next_group = offsets[max(level - 1, 0)], 32 if level > 1 else 8
         for i in range(mass.size):
             child, rest = below + group * slots[i], left[i]
             sum_0 = tree[child]
@@ -192,10 +165,14 @@ def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, s
                 while k > 0 and not tree[child + k] > 0.0:
                     k -= 1
             slots[i] = 8 * slots[i] + k
-            left[i] = rest - passed
+            if level:
+                left[i] = rest - passed
+                announce(tree, next_below + next_group * slots[i])
+            else:
+                left[i] = tree[child + k]
 
 
-@_compiled(f"int64({_TREE}, float64)")
+@compiled(f"int64({_TREE}, float64)")
 def rebuild(tree: Floats, offsets: Ints, sizes: Ints, largest: float) -> int:
     """Zero impossible leaves and all padding, recompute the rest; return how many leaves that were."""
     dropped = 0

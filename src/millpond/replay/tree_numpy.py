@@ -117,12 +117,13 @@ def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: flo
 
 
 def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
-    """Walk all of `mass` down, one level at a time; `left` is for its use."""
+    """Walk all of `mass` down, one level at a time; `left` becomes the leaves."""
     for start in range(0, mass.size, CHUNK):
         stop = min(start + CHUNK, mass.size)
         part = mass[start:stop]
         left[start:stop] = np.where(part > 0.0, part, 0.0)
         _walk(tree, offsets, sizes, left[start:stop], slots[start:stop])
+        left[start:stop] = tree[slots[start:stop]]
 
 
 def _walk(tree: Floats, offsets: Ints, sizes: Ints, left: Floats, node: Ints) -> None:

@@ -57,10 +57,3 @@ def repeated(slots: Ints) -> bool:
 def every(mask: Bools) -> bool:
     """``mask.all()``, keeping the GIL."""
     return all(bool(mask[a : a + 256].all()) for a in range(0, len(mask), 256))
-
-
-def matching(view: View, slots: Ints, numbers: Ints | None) -> tuple[Ints, Ints, Bools]:
-    """Slots with the numbers they should hold (now, where none are given), and which of them do."""
-    if numbers is None:
-        numbers = view.number(slots)
-    return slots, numbers, (numbers >= 0) & view.alive(slots, numbers)

@@ -9,6 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH ?= torch==2.13.0
 TRAIN ?= profile=demo
 TEST ?=
+JOBS ?= 3
 BENCH ?=
 
 VENV := .venv
@@ -40,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## Train a policy on MuJoCo physics for about three minutes and show what it learned
 	$(BIN)/millpond train $(TRAIN)
 
-test: $(STAMP)  ## Run the tests (TEST="-k name" for some of them)
-	$(BIN)/python -m pytest $(TEST)
+test: $(STAMP)  ## Run the tests, JOBS of them at a time (TEST="-k name" for some of them)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TEST)
 
 check: lint types contracts docs  ## All of the next four; with make -k also after one has failed
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -20,16 +22,31 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 failed = pytest.StashKey[bool]()
+segments = pytest.StashKey[tuple[str, str | None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace", "seconds: an orderly end may take a moment; a leak does not end", default="2.0")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     leaks.adopt_orphans()
+    # Each session, and each of its workers, has its own place for segments: none is blamed for, or reaps, another's.
+    before = os.environ.get("MILLPOND_SHM")
+    root = before or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    os.environ["MILLPOND_SHM"] = tempfile.mkdtemp(prefix=f"tests-of-millpond-{os.getpid()}-", dir=root)
+    config.stash[segments] = os.environ["MILLPOND_SHM"], before
     # A shell that runs the tests in the background makes them ignore Ctrl-C, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    mine, before = config.stash[segments]
+    shutil.rmtree(mine, ignore_errors=True)
+    if before is None:
+        del os.environ["MILLPOND_SHM"]
+    else:
+        os.environ["MILLPOND_SHM"] = before
 
 
 @pytest.hookimpl(wrapper=True)

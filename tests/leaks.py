@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-SEGMENTS = Path("/dev/shm")
+from millpond.shm.directory import shared_root
+
 SEGMENT_PREFIX = "millpond-"  # what follows is the owner's process id, a dash and a token
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -98,7 +99,7 @@ def _description(process: psutil.Process) -> str:
 
 def _segments(family: dict[int, bool]) -> Iterator[Trace]:
     """Segments of the family, and of owners that no longer live: a killed descendant is one of these."""
-    for path in SEGMENTS.glob(f"{SEGMENT_PREFIX}*"):
+    for path in shared_root().glob(f"{SEGMENT_PREFIX}*"):
         owner = path.name.removeprefix(SEGMENT_PREFIX).partition("-")[0]
         if owner.isdigit():
             ours, dead = int(owner) in family, family.get(int(owner), not psutil.pid_exists(int(owner)))

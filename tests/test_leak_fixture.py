@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 def nap(): time.sleep(600)
 def parent(): multiprocessing.get_context("fork").Process(target=nap).start()
-def make_segment(): Path(f"/dev/shm/millpond-{os.getpid()}-leaktest").mkdir()
+def make_segment(): Path(f"{os.environ['MILLPOND_SHM']}/millpond-{os.getpid()}-leaktest").mkdir()
 
 def started(method, target):
     process = multiprocessing.get_context(method).Process(target=target)
@@ -112,12 +112,12 @@ def test_descriptors_that_the_garbage_collector_closes():
     Cycle()
 
 def test_segment_that_is_removed():
-    path = Path(f"/dev/shm/millpond-{os.getpid()}-leaktest")
+    path = Path(f"{os.environ['MILLPOND_SHM']}/millpond-{os.getpid()}-leaktest")
     path.mkdir()
     path.rmdir()
 
 def test_segment_of_another_living_process():
-    Path(f"/dev/shm/millpond-{os.getppid()}-leaktest-foreign").mkdir()
+    Path(f"{os.environ['MILLPOND_SHM']}/millpond-{os.getppid()}-leaktest-foreign").mkdir()
 
 @pytest.fixture(scope="module")
 def shared_thread():
@@ -157,8 +157,8 @@ LEFT_BEHIND = {
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester) -> Iterator[Callable[..., pytest.RunResult]]:
-    """Run test code in a pytest process of its own under this project's conftest, and remove its segments."""
+def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
+    """Run test code in a pytest process of its own under this project's conftest."""
     for name in ("conftest.py", "leaks.py"):
         shutil.copy(HERE / name, pytester.path / name)
 
@@ -167,9 +167,7 @@ def run(pytester: pytest.Pytester) -> Iterator[Callable[..., pytest.RunResult]]:
         options = ("-o", f"leak_grace={grace}", "-o", "markers=leaks")
         return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options, timeout=100)
 
-    yield go
-    for path in Path("/dev/shm").glob("millpond-*-leaktest*"):
-        path.rmdir()
+    return go
 
 
 def test_each_kind_of_leak_fails_the_test_that_left_it(run):

@@ -45,6 +45,7 @@ _NUMPY_OF: dict[torch.dtype, np.dtype[Any]] = {
 _TORCH_OF = {array: tensor for tensor, array in _NUMPY_OF.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NUMPY_OF, torch.bfloat16)}
 _FORMAT = 1
+FEW = 16  # items up to which NumPy copies them faster than torch, above all just after a sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Schema:
         self.plain = self.fields[0].key == ()
         self.by_key: dict[Key, Field] = {field.key: field for field in self.fields}
         self.record = self._record()
-        self._parts = [(f, _NUMPY_OF.get(f.dtype)) for f in self.fields]
+        self._parts = [(f, f.shape, _NUMPY_OF.get(f.dtype)) for f in self.fields]
         self._groups_of_keys, self._places, self._group_numbers = _places(self.fields)
         self._plan()
         self._tree = _nest({f.key: i for i, f in enumerate(self.fields)})
@@ -250,8 +251,8 @@ class Schema:
             tensors = [_tensor(f.key, value)[None] for f, value in zip(self.fields, values, strict=True)]
             staging.fill(self.check(_nest(dict(zip(self.by_key, tensors, strict=True)))))
             return
-        for (field, dtype), view, value in zip(self._parts, staging.views, values, strict=True):
-            if type(value) is not np.ndarray or value.shape != field.shape or value.dtype is not dtype:
+        for (field, shape, dtype), view, value in zip(self._parts, staging.views, values, strict=True):
+            if type(value) is not np.ndarray or value.shape != shape or value.dtype is not dtype:
                 value = self._item_array(field, value)
             view[...] = value
 
@@ -402,15 +403,36 @@ class Staging:
         self.rows = torch.zeros((n, schema.row_nbytes), dtype=torch.uint8)
         self.columns = schema._columns(self.rows)
         self.views: list[np.ndarray[Any, Any]] | None = None
+        self._few = 0 < n <= FEW and schema.record is not None
         if n == 1 and schema.record is not None:
             record = self.rows.numpy().reshape(-1).view(schema.record)
             self.views = [
                 record[name].reshape(f.shape) for name, f in zip(schema.record.names or (), schema.fields, strict=True)
             ]
+        self._arrays = [column.numpy() for column in self.columns] if self._few else []
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the fields of a batch, checked by `Schema.check`, into the rows."""
-        torch._foreach_copy_(self.columns, [t.detach() if t.requires_grad else t for t in tensors])
+        if self._few and all(t.device.type == "cpu" and not t.requires_grad for t in tensors):
+            for array, tensor in zip(self._arrays, tensors, strict=True):
+                array[...] = tensor.numpy(force=True)
+        else:
+            torch._foreach_copy_(self.columns, [t.detach() if t.requires_grad else t for t in tensors])
+
+
+class Tray:
+    """An empty batch of ``n`` items: all that takes time to make, made before the items are known.
+
+    ``data`` is what ``unpack`` makes of ``words`` (the rows as int64 ``[n, row_nbytes / 8]``) with ``index`` and
+    ``generation``; the three are filled in later.
+    """
+
+    def __init__(self, schema: Schema, n: int) -> None:
+        rows = torch.empty((n, schema.row_nbytes), dtype=torch.uint8)
+        index, generation = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
+        self.words = rows.view(torch.int64)
+        self.index, self.generation = index.numpy(), generation.numpy()
+        self.data = schema.unpack(rows, {}, {"index": index, "generation": generation})
 
 
 def _maker() -> Callable[[dict[str, Any], torch.Size], TensorDict]:
@@ -495,10 +517,11 @@ def _collect(batch: Batch) -> dict[Key, Any]:
 
 def _fetch(tree: dict[str, Any], batch: Batch, values: list[Any]) -> bool:
     """Fill ``values`` from a batch that is nested as ``tree`` is; False where it is not."""
-    if isinstance(batch, TensorDictBase):
-        batch = dict(batch.items())
-    elif not isinstance(batch, Mapping):
-        return False
+    if type(batch) is not dict:  # the usual one first: the other two tests are slow
+        if isinstance(batch, TensorDictBase):
+            batch = dict(batch.items())
+        elif not isinstance(batch, Mapping):
+            return False
     if len(batch) != len(tree):
         return False
     for name, place in tree.items():

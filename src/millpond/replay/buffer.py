@@ -22,7 +22,7 @@ from millpond.core.errors import (
     NotShareable,
     SchemaMismatch,
 )
-from millpond.core.schema import Batch, Schema
+from millpond.core.schema import Batch, Schema, Tray
 from millpond.flow.limiter import Flow
 from millpond.replay import checkpoint
 from millpond.replay import rules as rulebook
@@ -176,8 +176,9 @@ class ReplayBuffer:
             DeadlineExceeded, Cancelled, BufferFull, BufferClosed, PeerLost: nothing was written.
             Unsatisfiable: it can never fit.
         """
-        check_timeout(timeout)
-        check_cancel(cancel_event)
+        if timeout is not None or cancel_event is not None:
+            check_timeout(timeout)
+            check_cancel(cancel_event)
         schema = self._schema or self._bind(self._known() or Schema.from_example(items))
         tensors = schema.check(items)
         staging = self._desk.take(schema, tensors[0].shape[0])
@@ -253,10 +254,17 @@ class ReplayBuffer:
         if self._ahead:
             taken = self._ahead.serve(n, wait=wait, timeout=timeout, cancel=cancel_event)
         if taken is None:
-            taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel_event)
+            prepare = self._no_tray if return_info else self._tray
+            taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
         if self._rules.prefetch:
             self._ahead.fill(n)
-        return self._dress(taken, return_info)
+        return self._dress(taken, return_info) if taken.data is None else taken.data
+
+    def _tray(self, n: int) -> Tray | None:
+        return Tray(self._schema, n) if self._plainly and self._schema is not None else None
+
+    def _no_tray(self, n: int) -> None:
+        return None
 
     def _dress(self, taken: Taken, return_info: bool) -> Any:
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)

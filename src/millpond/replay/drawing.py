@@ -88,6 +88,8 @@ class Stream:
 
 def distinct(n: int, bound: int, random: Randomness) -> Ints:
     """n different integers in [0, bound), uniformly, in random order. Draws again what it has drawn already."""
+    if n == bound == 1:
+        return np.zeros(1, np.int64)
     if 2 * n > bound:  # leave out the few that are not wanted, then put the others in random order
         left_out = set(distinct(bound - n, bound, random).tolist()) if n < bound else set()
         kept = [i for i in range(bound) if i not in left_out]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers as python_numbers
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.rows import Journal
 from millpond.replay.samplers import SamplerWithoutReplacement
+from millpond.replay.slots import Ring
 from millpond.replay.state import CLOSED, EPOCH_CURSOR, EPOCH_SIZE, LIVE, REWRITES, STALE
 from millpond.replay.taking import TRIES
 from millpond.replay.view import every
@@ -35,7 +37,7 @@ class Editor:
     # ------------------------------------------------------------------ looking
     def peek(self, n: int) -> tuple[torch.Tensor, Ints, Ints]:
         """Rows, slots and numbers of n uniformly chosen items."""
-        return self._read(lambda size: self._look.integers(0, size, n))
+        return self._read(lambda size: self._look.integers(0, size, n), by_age=False)
 
     def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
         """Rows of the items that ``which`` names by age, and whether it named one alone."""
@@ -48,7 +50,7 @@ class Editor:
 
         def positions(size: int) -> Ints:
             if isinstance(which, slice):
-                return np.arange(size)[which]
+                return np.arange(*which.indices(size))
             if single:
                 if not -size <= int(which) < size:
                     raise IndexError(f"item {int(which)} of {size}")
@@ -64,10 +66,10 @@ class Editor:
 
         if isinstance(which, slice) and self._engine.control.peek()[LIVE] == 0 and self._engine.rows is not None:
             return self._engine.rows.read(np.empty(0, np.int64)), False
-        return self._read(positions)[0], single
+        return self._read(positions, by_age=True)[0], single
 
-    def _read(self, choose: Any) -> tuple[torch.Tensor, Ints, Ints]:
-        """Rows of items chosen by age, all live at one moment."""
+    def _read(self, choose: Callable[[int], Ints], *, by_age: bool) -> tuple[torch.Tensor, Ints, Ints]:
+        """Rows of items, all live at one moment. ``choose(size)`` gives their positions: by age, or in any order."""
         engine = self._engine
         for attempt in range(TRIES + 1):
             state = engine.control.peek()
@@ -80,11 +82,11 @@ class Editor:
             if attempt == TRIES:
                 try:
                     state = engine.load()
-                    slots, numbers = self._choose(state, choose)
+                    slots, numbers = self._choose(state, choose, by_age)
                     return rows.gather(slots), slots, numbers
                 finally:
                     engine.control.mutex.unlock()
-            slots, numbers = self._choose(state, choose)
+            slots, numbers = self._choose(state, choose, by_age)
             found = rows.read(slots)
             try:
                 now = engine.load()
@@ -94,8 +96,11 @@ class Editor:
                 engine.control.mutex.unlock()
         raise AssertionError("unreachable")
 
-    def _choose(self, state: State, choose: Any) -> tuple[Ints, Ints]:
-        slots, numbers = self._engine.slots.since(state, 0)
+    def _choose(self, state: State, choose: Callable[[int], Ints], by_age: bool) -> tuple[Ints, Ints]:
+        kept = self._engine.slots
+        if isinstance(kept, Ring) or not by_age:  # a ring's positions are by age
+            return kept.at(state, choose(state[LIVE]))
+        slots, numbers = kept.since(state, 0)
         positions = choose(len(slots))
         return slots[positions], numbers[positions]
 

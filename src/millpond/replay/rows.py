@@ -18,6 +18,7 @@ from millpond.replay.storage import Storage
 from millpond.shm import mapped
 
 FEW = 32  # rows up to which NumPy is quicker than a torch kernel, above all just after a sleep
+RUNS = 8  # rows up to which moving one after the other is quicker than an index of NumPy's
 CHUNK = 256  # NumPy keeps the GIL for 1-D indexing of up to 500 elements
 VAST = 16 << 20  # bytes of rows from which on they do not fit into the caches, so that a gather waits for memory
 MANY = 1024  # rows from which on a gather lets go of the GIL
@@ -62,21 +63,29 @@ class Rows:
         self.hook: Any = None  # tests stop here in the middle of a row
 
     # ------------------------------------------------------------------ without the lock
-    def read(self, slots: Ints) -> torch.Tensor:
-        """Copies of rows, as 64-bit words where they can be had so, else as bytes; `Schema` takes both."""
+    def read(self, slots: Ints, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of rows, as 64-bit words where they can be had so, else as bytes; `Schema` takes both.
+
+        ``into``: memory of the caller's for them, int64 ``[n, row_nbytes / 8]``; only where the storage is `raw`.
+        """
         if not self.raw:
             return self.storage.read(torch.from_numpy(slots))
         n = len(slots)
-        if 0 < n <= FEW:
+        if 0 < n <= RUNS and into is not None:
+            base, width, target = self._base, self.schema.row_nbytes, into.data_ptr()
+            for i, slot in enumerate(slots.tolist()):
+                mapped.memmove(target + i * width, base + slot * width, width)
+            return into
+        if 0 < n <= FEW and into is None:
             return torch.from_numpy(self._numbers[slots])
         gathers = _gathers() if self._vast else None
         if gathers is None:
-            return self._words.index_select(0, torch.from_numpy(slots))
-        out = np.empty((n, self._width), np.int64)
+            return torch.index_select(self._words, 0, torch.from_numpy(slots), out=into)
+        out = np.empty((n, self._width), np.int64) if into is None else into.numpy()
         if not slots.flags.carray:
             slots = slots.copy()
         gathers[n >= MANY](self._flat, slots, out)
-        return torch.from_numpy(out)
+        return torch.from_numpy(out) if into is None else into
 
     def columns(self, slots: Ints, keys: Sequence[Key], *, locked: bool = False) -> list[torch.Tensor]:
         """Copies of some fields, ``[n, *shape]``."""
@@ -99,7 +108,7 @@ class Rows:
 
     def write_run(self, start: int, rows: torch.Tensor) -> None:
         """Rows into neighbouring slots from ``start`` on, going on at slot 0 behind the last."""
-        n, capacity = len(rows), self.storage.capacity
+        n, capacity = rows.shape[0], self.storage.capacity
         before = min(n, capacity - start)
         if not self.raw:
             slots = torch.arange(start, start + n) % capacity
@@ -124,6 +133,11 @@ class Rows:
         """Rows into scattered slots."""
         if not self.raw:
             self.storage.write(torch.from_numpy(slots), rows)
+            return
+        if len(slots) <= RUNS and self.hook is None:
+            width, source = self.schema.row_nbytes, rows.data_ptr()
+            for i, slot in enumerate(slots.tolist()):
+                mapped.memmove(self._base + slot * width, source + i * width, width)
             return
         records = rows.numpy().reshape(-1).view(self._records.dtype)
         for a in range(0, len(slots), CHUNK):

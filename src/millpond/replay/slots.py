@@ -1,14 +1,12 @@
 """Which slots hold live items. Two ways, one interface.
 
-`Ring`: items lie in the order of their numbers, slot = number mod capacity, and an item is live exactly if tail <=
-    number <
-head. It needs no memory of its own, and serves buffers in which the oldest leave first, by being overwritten. `Queue`
-is a ring whose items leave first in, first out.
+`Ring`: items lie in the order of their numbers, slot = number mod capacity, and an item is live exactly if
+tail <= number < head. It needs no memory of its own, and serves buffers in which the oldest leave first, by being
+overwritten. `Queue` is a ring whose items leave first in, first out.
 
 `Pool`: any item may leave. ``order[:live]`` are the live slots, ``order[live:]`` the free ones; ``place`` is its
-    inverse. An
-item leaves by swapping, and the swaps are written to a redo log before they are committed: absolute values, so
-that applying the log twice, or half and then again, is right.
+inverse. An item leaves by swapping, and the swaps are written to a redo log before they are committed: absolute
+values, so that applying the log twice, or half and then again, is right.
 
 All methods run under the lock and keep the GIL (NumPy keeps it for 1-D indexing of up to 500 elements, hence the
 chunks), except those named so.
@@ -32,6 +30,8 @@ _STEPS = np.arange(CHUNK)
 
 def successive(start: int, n: int) -> Ints:
     """``numpy.arange(start, start + n)``, which lets go of the GIL whatever its size; this does not."""
+    if n == 1:
+        return np.array((start,))
     out = np.empty(n, np.int64)
     for a in range(0, n, len(_STEPS)):
         part = out[a : a + len(_STEPS)]
@@ -295,6 +295,9 @@ class Pool:
     def _remove(self, state: State, slots: Ints) -> None:
         """Swap ``slots`` (distinct, live) behind the live ones, by way of the redo log."""
         n, live, order = len(slots), state[LIVE], self._order
+        if n == live:  # none stays: whatever the order, all are free now
+            state[LIVE] = 0
+            return
         kept = live - n
         stays = np.ones(n, bool)  # of order[kept:live]: which stay, and so move into the gaps
         gaps: list[Ints] = []

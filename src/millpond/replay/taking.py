@@ -6,6 +6,7 @@ otherwise count, consume and commit. After a few tries in vain the draw is made 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, NotReady
-from millpond.core.schema import Key
+from millpond.core.schema import Key, Tray
 from millpond.flow.limiter import Block, pressure, sample_block
 from millpond.replay.drawing import Draw, Ints, State, Stream
 from millpond.replay.engine import Engine
@@ -51,6 +52,7 @@ class Taken(NamedTuple):
     numbers: Ints
     extra: dict[Key, torch.Tensor]
     emptied: int
+    data: Any = None  # what `sample` returns, where it was made ready before
 
 
 class Taker:
@@ -62,9 +64,19 @@ class Taker:
         self._limited = engine.distinct or engine.flow.samples_per_insert is not None
 
     def take(
-        self, n: int, *, wait: bool, timeout: float | None = None, cancel: Any = None, ahead: bool = False
+        self,
+        n: int,
+        *,
+        wait: bool,
+        timeout: float | None = None,
+        cancel: Any = None,
+        ahead: bool = False,
+        prepare: Callable[[int], Tray | None] = lambda n: None,
     ) -> Taken:
         """Draw, gather, count and consume n items as one step. ``ahead`` reserves them for later delivery.
+
+        Whoever must wait calls ``prepare`` before sleeping: what can be made then delays nobody after the wake-up,
+        when the processor's caches are cold and every step takes several times as long.
 
         Raises:
             NotReady: they cannot be had now, and ``wait`` is False.
@@ -73,7 +85,7 @@ class Taker:
         """
         engine = self._engine
         waiting = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
-        tries = 0
+        tries, tray = 0, None
         try:
             while True:
                 state = engine.control.peek()
@@ -83,7 +95,7 @@ class Taker:
                     engine.refuse_impossible(batch=n, insert=state[LAST_INSERT])
                 block = engine.sample_block(state, n)
                 if block is None:
-                    taken = self._try(state, n, ahead) if tries < TRIES else self._take_locked(n, ahead)
+                    taken = self._try(state, n, ahead, tray) if tries < TRIES else self._take_locked(n, ahead)
                     if taken is not None:
                         return taken
                     tries += 1
@@ -106,6 +118,7 @@ class Taker:
                         engine.control.mutex.unlock()
                 if state[CLOSED] or (tries <= TRIES and engine.sample_block(state, n) is None):
                     continue  # it changed between the look and the ticket
+                tray = tray or prepare(n)
                 waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))
                 tries = 0
         finally:
@@ -115,7 +128,7 @@ class Taker:
     def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
         return Wait(self._engine.memory, f"sample({n})", CONSUMER, n, timeout, cancel)
 
-    def _try(self, state: State, n: int, ahead: bool) -> Taken | None:
+    def _try(self, state: State, n: int, ahead: bool, tray: Tray | None) -> Taken | None:
         """Optimistic: draw and gather without the lock, then look whether that still holds."""
         engine = self._engine
         stored = engine.rows
@@ -125,7 +138,9 @@ class Taker:
         draw = engine.sampler.draw(engine.view(state), n, engine.random)
         if draw is None or (not engine.always_ready and self._names_nobody(draw)):
             return None
-        rows = stored.read(draw.slots)
+        if tray is not None and (draw.extra or len(draw.slots) != n or not stored.raw):
+            tray = None
+        rows = stored.read(draw.slots, None if tray is None else tray.words)
         mutex = engine.control.mutex
         try:
             now = engine.load()
@@ -133,9 +148,13 @@ class Taker:
                 engine.refuse_closed(now, "sample", n)
             if not self._holds(draw, state, now) or (self._limited and self._limits(now, n) is not None):
                 return None
-            return self._deliver(now, draw, rows, ahead)
+            taken = self._deliver(now, draw, rows, ahead)
         finally:
             mutex.unlock()
+        if tray is None or taken is None:
+            return taken
+        tray.index[:], tray.generation[:] = draw.slots, draw.numbers
+        return taken._replace(data=tray.data)
 
     def _take_locked(self, n: int, ahead: bool) -> Taken | None:
         """Others were faster several times: draw where nobody can be."""

@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --no-deps $(TORCH)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >> $(VENV)/constraints.txt
-	$(PIP) install --quiet -c $(VENV)/constraints.txt -e '.[train,dev,docs]'
+	$(PIP) install --quiet -c $(VENV)/constraints.txt -e '.[train,ray,dev,docs]'
 	@touch $@
 
 train: $(STAMP)  ## Train a policy on MuJoCo physics for about three minutes and show what it learned

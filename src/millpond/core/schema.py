@@ -7,6 +7,7 @@ padding stands only at the end of a row, and the same fields give the same layou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -441,7 +442,7 @@ def _maker() -> Callable[[dict[str, Any], torch.Size], TensorDict]:
     if unsafe is None:
         return TensorDict
     if "nested" in inspect.signature(unsafe).parameters:  # False: there are no dicts among the values
-        return lambda source, batch_size: unsafe(source, batch_size, nested=False)
+        return functools.partial(unsafe, nested=False)
     return lambda source, batch_size: unsafe(source=source, batch_size=batch_size)
 
 

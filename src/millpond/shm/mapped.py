@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -31,6 +32,8 @@ __all__ = [
     "start_time",
     "thread_alive",
 ]
+
+HUGE = 8 << 20  # bytes from which on large pages are asked for: random access then spends a fifth less on addresses
 
 # ``memmove(to_address, from_address, nbytes)``. Unlike ``ctypes.memmove`` it keeps the GIL: it may run under a lock.
 memmove: Callable[[int, int, int], int | None] = ctypes.PYFUNCTYPE(
@@ -129,6 +132,10 @@ def anonymous(nbytes: int) -> PrivateMemory:
     if nbytes > available:
         raise OutOfMemory(text)
     try:
-        return PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = PrivateMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as problem:
         raise OutOfMemory(text) from problem
+    if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them; it is for speed alone
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

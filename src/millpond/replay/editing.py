@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from millpond.core.errors import InvalidArgument, InvalidType, NotReady, SchemaMismatch
 from millpond.core.schema import Batch, Schema, leaves_of
@@ -221,18 +221,21 @@ class Editor:
     def _named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
         """Slots, and the numbers that they should hold where a sample is given."""
         numbers = None
-        if isinstance(index_or_sample, TensorDictBase):
-            try:
-                index, generation = index_or_sample["index"], index_or_sample["generation"]
-            except KeyError as problem:
-                raise InvalidArgument(f"this batch has no {problem}: is it one that sample() returned?") from problem
+        if type(index_or_sample) is TensorDict or isinstance(index_or_sample, TensorDictBase):  # the latter is slow
+            index, generation = index_or_sample.get("index", None), index_or_sample.get("generation", None)
+            if index is None or generation is None:
+                missing = "index" if index is None else "generation"
+                raise InvalidArgument(f"this batch has no '{missing}': is it one that sample() returned?")
             numbers = _int64(generation)
         else:
             index = index_or_sample
-        tensor = torch.as_tensor(index)
-        if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
-            raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
-        slots = _int64(tensor)
+        if not isinstance(index, torch.Tensor):
+            index = torch.as_tensor(index)
+        if index.dtype is not torch.int64 and (
+            index.dtype is torch.bool or index.is_floating_point() or index.is_complex()
+        ):
+            raise InvalidType(f"index is of an integer type, not {index.dtype}")
+        slots = _int64(index)
         # as unsigned numbers those below 0 are the largest
         if slots.size and np.maximum.reduce(slots.view(np.uint64)) >= self._engine.capacity:
             raise InvalidArgument(f"slots {slots.min()} to {slots.max()} are outside 0 to {self._engine.capacity - 1}")
@@ -253,9 +256,9 @@ class Editor:
             engine.control.mutex.unlock()
 
 
-def _int64(numbers: Any) -> Ints:
+def _int64(tensor: torch.Tensor) -> Ints:
     """One-dimensional and contiguous, on the CPU; a copy only where it must be."""
-    tensor = torch.as_tensor(numbers)
     if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.dim() != 1:
         tensor = tensor.detach().to("cpu", torch.int64).reshape(-1)
-    return np.ascontiguousarray(tensor.numpy())
+    array: Ints = tensor.numpy()
+    return array if array.flags.carray else array.copy()

@@ -132,7 +132,7 @@ class Schema:
         leaves = dict(leaves_of(batch))
         fields = {}
         for key, value in leaves.items():
-            tensor = _tensor(key, value)
+            tensor = tensor_of(key, value)
             if tensor.ndim == 0:
                 raise InvalidArgument(f"{_name(key)}: a batch needs a leading dimension, this is a scalar")
             fields[key] = (tensor.dtype, tuple(tensor.shape[1:]))
@@ -143,7 +143,7 @@ class Schema:
     @classmethod
     def from_item(cls, item: Batch) -> Schema:
         """The schema of one item. Raises ``InvalidType`` as `from_example` does."""
-        tensors = {key: _tensor(key, value) for key, value in leaves_of(item)}
+        tensors = {key: tensor_of(key, value) for key, value in leaves_of(item)}
         return cls({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()})
 
     def to_json(self) -> str:
@@ -249,7 +249,7 @@ class Schema:
         """`pack_item` into memory that is there already."""
         values = self._values(item)
         if staging.views is None:
-            tensors = [_tensor(f.key, value)[None] for f, value in zip(self.fields, values, strict=True)]
+            tensors = [tensor_of(f.key, value)[None] for f, value in zip(self.fields, values, strict=True)]
             staging.fill(self.check(_nest(dict(zip(self.by_key, tensors, strict=True)))))
             return
         for (field, shape, dtype), view, value in zip(self._parts, staging.views, values, strict=True):
@@ -373,7 +373,7 @@ class Schema:
         raise SchemaMismatch(f"{'; '.join(words)}. The bound fields are {self._names()}")
 
     def _from_array(self, field: Field, value: Any) -> torch.Tensor:
-        tensor = _tensor(field.key, value)
+        tensor = tensor_of(field.key, value)
         if tensor.dtype is torch.float64 and field.dtype is torch.float32:
             return tensor.to(torch.float32)
         return tensor
@@ -393,7 +393,7 @@ class Schema:
                 f"{field.name}: expected {field.describe()}, got "
                 f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             )
-        array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
+        array: np.ndarray[Any, Any] = tensor.numpy(force=True)
         return array
 
 
@@ -549,11 +549,13 @@ def _nest(leaves: Mapping[Key, Any]) -> Any:
     return root
 
 
-def _tensor(key: Key, value: Any) -> torch.Tensor:
+def tensor_of(key: Key, value: Any) -> torch.Tensor:
     """A tensor of ``value``'s own type. Raises ``InvalidType`` where it holds no numbers."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise InvalidType(f"{_name(key)}: only dense tensors can be stored, not {value.layout}")
+        if value.is_meta:
+            raise InvalidType(f"{_name(key)}: a tensor on the device 'meta' holds no numbers")
         return value
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)

@@ -27,11 +27,12 @@ from millpond.flow.limiter import Flow
 from millpond.replay import checkpoint
 from millpond.replay import rules as rulebook
 from millpond.replay.ahead import Ahead
+from millpond.replay.belonging import claim, release
 from millpond.replay.desk import Desk
 from millpond.replay.drawing import Ints, Sampler
 from millpond.replay.editing import Editor
 from millpond.replay.engine import Engine
-from millpond.replay.memory import Memory, read_rules
+from millpond.replay.memory import Memory, give_up, read_rules
 from millpond.replay.rules import Rules
 from millpond.replay.samplers import RandomSampler
 from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, RESERVED, STORED, WRITES
@@ -112,7 +113,13 @@ class ReplayBuffer:
         ).checked()
         if schema is not None and not isinstance(schema, Schema):
             raise InvalidType(f"schema is a Schema, not {type(schema).__name__}")
-        self._build(rules, kept, rulebook.generator(seed), shared)
+        draws = rulebook.generator(seed)
+        claim(self, (*rulebook.layers(rules.sampler), kept))
+        try:
+            self._build(rules, kept, draws, shared)
+        except BaseException:
+            release(self)
+            raise
         if schema is not None:
             try:
                 self._bind(schema)
@@ -144,12 +151,13 @@ class ReplayBuffer:
         self._engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make)
         self._engine.find_rows = self._find_rows
         self._writer, self._taker = Writer(self._engine), Taker(self._engine)
-        self._ahead = Ahead(self._taker, rules.prefetch)
         self._editor = Editor(self._engine)
+        self._ahead = Ahead(self._taker, rules.prefetch)
         self._schema: Schema | None = None
         self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
         self._desk = Desk()
-        self._finalizer = weakref.finalize(self, _remove, self._engine.memory, os.getpid())
+        memory = self._engine.memory  # not for the finalizer: it leads back here, so this buffer would live for ever
+        self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
         _buffers.add(self)
 
     # ------------------------------------------------------------------ writing
@@ -211,8 +219,10 @@ class ReplayBuffer:
             leaves = self._engine.priorities.leaves(priority, n)
         if self._rules.check_finite:
             self._refuse_nonfinite(rows)
-        if receipt is not None and not 0 <= receipt[0] < RECEIPT_LINES:
-            raise InvalidArgument(f"a receipt's line is 0 to {RECEIPT_LINES - 1}, got {receipt[0]}")
+        if receipt is not None and not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
+            raise InvalidArgument(
+                f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt}"
+            )
         if n > self._rules.capacity:
             self._engine.refuse_impossible(insert=n)
         return self._writer.put(rows, leaves, timeout=timeout, cancel=cancel, receipt=receipt)
@@ -328,7 +338,7 @@ class ReplayBuffer:
         self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``extend`` of so many items may proceed; somebody else may still be faster. False on timeout."""
-        n = check_capacity(num_items)
+        n = rulebook.check_batch_size(num_items, "num_items")
         self._engine.refuse_impossible(insert=n)
         return self._engine.wait_until("extend", n, timeout, cancel_event)
 
@@ -372,7 +382,7 @@ class ReplayBuffer:
         """One line: why ``sample(n)`` or ``extend(n)`` cannot proceed now, or that it can."""
         if op not in ("sample", "extend"):
             raise InvalidArgument(f'op is "sample" or "extend", not {op!r}')
-        count = self._batch_size(n) if op == "sample" else check_capacity(1 if n is None else n)
+        count = self._batch_size(n) if op == "sample" else rulebook.check_batch_size(1 if n is None else n, "n")
         if self._closed or self._engine.control.peek()[CLOSED]:
             return f"{op}({count}) cannot proceed: the buffer was closed"
         state, engine = self._engine.control.peek(), self._engine
@@ -452,7 +462,7 @@ class ReplayBuffer:
             PeerLost: it lay in shared memory, and its owner is gone.
         """
         if isinstance(handle_or_path, Handle):
-            path, rules = Path(handle_or_path.path), handle_or_path.rules
+            path, rules = Path(handle_or_path.path), handle_or_path.rules.for_another()
         else:
             path = Path(handle_or_path).absolute()
             rules = Rules.from_json(read_rules(path), sampler, path)
@@ -502,6 +512,7 @@ class ReplayBuffer:
         if engine.memory.mine:
             engine.memory.remove()
         self._finalizer.detach()
+        release(self)
         self._rules = self._rules.unbound()
         gone: Any = Gone()
         self._engine = self._writer = self._taker = self._editor = gone
@@ -521,7 +532,7 @@ class ReplayBuffer:
         if self._closed:
             return
         self._ahead.forget()
-        self._engine.memory.turnstile = threading.Lock()
+        self._engine.memory.turnstile = threading.RLock()
         self._engine.random.torch = rulebook.generator(None)
 
     def _batch_size(self, n: int | None) -> int:
@@ -552,6 +563,7 @@ class ReplayBuffer:
                 if self._schema != schema:
                     raise SchemaMismatch(f"another schema is bound: {self._schema.difference(schema)}")
                 return self._schema
+            rulebook.refuse_own_names(schema)
             check = getattr(self._engine.sampler, "check_schema", None)
             if check is not None:
                 check(schema)
@@ -595,10 +607,10 @@ class Gone:
         raise BufferClosed("the buffer was closed")
 
 
-def _remove(memory: Memory, pid: int) -> None:
+def _remove(path: Path | None, pid: int) -> None:
     """For a buffer that nobody closed. A forked child's copy must not remove its parent's files."""
-    if os.getpid() == pid:
-        memory.remove()
+    if path is not None and os.getpid() == pid:
+        give_up(path)
 
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from millpond.core.errors import CheckpointError, InvalidArgument, NotShareable
+from millpond.core.errors import BufferClosed, CheckpointError, InvalidArgument, NotShareable
 from millpond.core.schema import Schema
 from millpond.replay import state as words
 from millpond.replay.engine import Engine
@@ -85,16 +85,15 @@ def load_state_dict(buffer: ReplayBuffer, saved: dict[str, Any]) -> None:
         CheckpointError: another version, capacity, schema or sampler. Nothing was changed.
     """
     engine = buffer._engine
-    schema = _check(buffer, saved)
-    ahead = [_read_taken(taken) for taken in saved["ahead"]]
+    schema, ahead = _check(buffer, saved)
     if schema is not None:
         buffer._bind(schema)
     buffer._ahead.refund()
-    engine.empty()
     slots = saved["slots"].numpy()
     try:
         state = engine.load()
-        engine.control.begin(state)  # a death from here to the end leaves an empty buffer
+        engine.refuse_closed(state, "load_state_dict", 0)
+        engine.drop(state)  # a death from here to the end leaves an empty buffer
         if engine.rows is not None and len(slots):
             engine.rows.write_at(slots, saved["rows"].contiguous())
         for name, values in saved["arrays"].items():
@@ -126,7 +125,7 @@ def _restore_ahead(buffer: ReplayBuffer, ahead: list[Taken]) -> None:
         engine.control.mutex.unlock()
 
 
-def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> Schema | None:
+def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> tuple[Schema | None, list[Taken]]:
     engine = buffer._engine
     try:
         if saved["format"] != VERSION:
@@ -148,14 +147,33 @@ def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> Schema | None:
                 raise CheckpointError(f"array {name!r} has {values.numel()} bytes, {sizes.get(name)} are expected")
         if schema is not None and tuple(saved["rows"].shape) != (len(saved["slots"]), schema.row_nbytes):
             raise CheckpointError(f"{len(saved['slots'])} items, but rows of shape {list(saved['rows'].shape)}")
-    except CheckpointError:
+        _check_words(saved, engine.capacity)
+        torch.Generator().set_state(saved["generator"])
+        ahead = [_read_taken(taken) for taken in saved["ahead"]]
+    except (CheckpointError, BufferClosed):
         raise
-    except (KeyError, TypeError, ValueError, InvalidArgument) as problem:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, InvalidArgument) as problem:
         raise CheckpointError(f"this is no checkpoint of a replay buffer: {problem!r}") from problem
     bound = buffer.schema
     if schema is not None and bound is not None and bound != schema:
         raise CheckpointError(f"the checkpoint is of another schema: {bound.difference(schema)}")
-    return schema
+    return schema, ahead
+
+
+def _check_words(saved: dict[str, Any], capacity: int) -> None:
+    """Slots are written, and words are trusted, without another look: here is the last one."""
+    state, slots = saved["state"], saved["slots"]
+    for name, value in state.items():
+        if type(value) is not int or not 0 <= value < 1 << 64:
+            raise CheckpointError(f"the counter {name!r} is {value!r}, not a number of 64 bits")
+    if slots.dtype is not torch.int64 or saved["rows"].dtype is not torch.uint8:
+        raise CheckpointError(f"slots of type {slots.dtype} and rows of type {saved['rows'].dtype}")
+    live = state["live"]
+    whole = slots.dim() == 1 and len(slots) == live == len(slots.unique()) and state["stored"] <= capacity
+    if not whole or (live and not (int(slots.min()) >= 0 and int(slots.max()) < capacity)):
+        raise CheckpointError(f"{live} live items in {len(slots)} slots do not fit a capacity of {capacity}")
+    if not state["epoch_cursor"] <= state["epoch_size"] <= capacity or state["epoch_half"] > 1:
+        raise CheckpointError(f"an epoch of {state['epoch_size']} items at {state['epoch_cursor']} is none")
 
 
 def _kinds(spelled: Any) -> str:
@@ -172,16 +190,18 @@ def _bytes(view: memoryview) -> torch.Tensor:
 
 def _spell_taken(taken: Taken) -> dict[str, Any]:
     return {
-        "rows": taken.rows.view(torch.uint8),
-        "slots": torch.from_numpy(taken.slots),
-        "numbers": torch.from_numpy(taken.numbers),
-        "extra": {"/".join(key): value for key, value in taken.extra.items()},
+        "rows": taken.rows.view(torch.uint8).clone(),  # the batch itself goes to whoever samples next
+        "slots": torch.from_numpy(taken.slots.copy()),
+        "numbers": torch.from_numpy(taken.numbers.copy()),
+        "extra": {"/".join(key): value.clone() for key, value in taken.extra.items()},
+        "asked": taken.asked,
     }
 
 
 def _read_taken(spelled: dict[str, Any]) -> Taken:
-    extra = {tuple(key.split("/")): value for key, value in spelled["extra"].items()}
-    return Taken(spelled["rows"], spelled["slots"].numpy(), spelled["numbers"].numpy(), extra, 0)
+    extra = {tuple(key.split("/")): value.clone() for key, value in spelled["extra"].items()}
+    slots, numbers = spelled["slots"].numpy().copy(), spelled["numbers"].numpy().copy()
+    return Taken(spelled["rows"].clone(), slots, numbers, extra, 0, asked=spelled.get("asked", len(slots)))
 
 
 # ---------------------------------------------------------------------- files

@@ -11,13 +11,25 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from millpond.core.errors import InvalidArgument, InvalidType, NotReady, SchemaMismatch
-from millpond.core.schema import Batch, Schema, leaves_of
+from millpond.core.schema import Batch, Schema, leaves_of, tensor_of
 from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.rows import Journal
 from millpond.replay.samplers import SamplerWithoutReplacement
 from millpond.replay.slots import Ring
-from millpond.replay.state import CLOSED, EPOCH_CURSOR, EPOCH_SIZE, LIVE, REWRITES, STALE
+from millpond.replay.state import (
+    CLOSED,
+    EMPTIED,
+    EPOCH_CURSOR,
+    EPOCH_SIZE,
+    HEAD,
+    LIVE,
+    OVERWRITTEN,
+    REDO,
+    REWRITES,
+    STALE,
+    TAKES,
+)
 from millpond.replay.taking import TRIES
 from millpond.replay.view import every
 from millpond.replay.waiting import bury_dead
@@ -43,7 +55,7 @@ class Editor:
         """Rows of the items that ``which`` names by age, and whether it named one alone."""
         single = isinstance(which, python_numbers.Integral) and not isinstance(which, bool)
         if not single and not isinstance(which, slice):
-            which = torch.as_tensor(which)
+            which = _indices(which)
             if which.dtype is not torch.bool and (which.is_floating_point() or which.is_complex()):
                 raise InvalidType(f"an index is an integer, a slice, or a mask, not {which.dtype}")
             which = which.cpu().numpy()
@@ -86,11 +98,16 @@ class Editor:
                     return rows.gather(slots), slots, numbers
                 finally:
                     engine.control.mutex.unlock()
+            if state[REDO]:
+                continue  # committed, but not yet applied: the slots' arrays are older than the state
             slots, numbers = self._choose(state, choose, by_age)
             found = rows.read(slots)
             try:
                 now = engine.load()
-                if now[REWRITES] == state[REWRITES] and every(engine.slots.alive(now, slots, numbers)):
+                same = now[REWRITES] == state[REWRITES] and now[EMPTIED] == state[EMPTIED]
+                if same and by_age and engine.distinct:  # items change places when others leave: read at one moment?
+                    same = all(now[word] == state[word] for word in (TAKES, HEAD, OVERWRITTEN))
+                if same and every(engine.slots.alive(now, slots, numbers)):
                     return found, slots, numbers
             finally:
                 engine.control.mutex.unlock()
@@ -184,30 +201,36 @@ class Editor:
                 now[STALE] += len(slots) - int(alive.sum())
                 if alive.any():
                     journal.note(slots[alive], patched[torch.from_numpy(alive)])
+                    engine.control.begin(now)  # whatever ends this half-way, the next holder finishes it
                     now[REWRITES] += (
                         1  # odd: whoever gathered before gathers again, whoever dies is finished by the next
                     )
                     engine.commit(now)
                     journal.apply(rows)
                     now[REWRITES] += 1
+                    engine.control.settle(now)
                 engine.commit(now)
                 return int(alive.sum())
             finally:
                 engine.control.mutex.unlock()
 
     def _finish_rewrite(self) -> None:
-        """Under the lock, after a death in the middle of `update`."""
-        rows = self._engine.rows
-        if rows is not None and self._engine.memory.path is not None:
-            Journal(self._engine.memory.path, rows.schema.row_nbytes).apply(rows)
+        """Under the lock, after a death or an exception in the middle of `update`."""
+        rows, path = self._engine.rows, self._engine.memory.path
+        if rows is not None and path is not None:
+            Journal(path, rows.schema.row_nbytes).apply(rows)
+        elif rows is not None and self._journal is not None:
+            self._journal.apply(rows)
 
     def _patch(self, schema: Schema, patch: Batch, n: int) -> dict[Any, torch.Tensor]:
         fields = {}
         for key, value in leaves_of(patch):
             field = schema.by_key.get(key)
             if field is None:
-                raise SchemaMismatch(f"{'/'.join(key)} is not among the fields of {schema!r}")
-            tensor = torch.as_tensor(value).detach().cpu()
+                raise SchemaMismatch(
+                    f"{'/'.join(key) or 'a value without a key'} is not among the fields of {schema!r}"
+                )
+            tensor = tensor_of(key, value).detach().cpu()
             if tensor.dtype is not field.dtype or tuple(tensor.shape) != (n, *field.shape):
                 raise SchemaMismatch(
                     f"{field.name}: expected {field.describe()} for each of {n} items, "
@@ -229,8 +252,7 @@ class Editor:
             numbers = _int64(generation)
         else:
             index = index_or_sample
-        if not isinstance(index, torch.Tensor):
-            index = torch.as_tensor(index)
+        index = _indices(index)
         if index.dtype is not torch.int64 and (
             index.dtype is torch.bool or index.is_floating_point() or index.is_complex()
         ):
@@ -254,6 +276,17 @@ class Editor:
             engine.commit(state)
         finally:
             engine.control.mutex.unlock()
+
+
+def _indices(given: Any) -> torch.Tensor:
+    """Raises ``InvalidType`` for what holds no numbers. An empty list is one of integers."""
+    if isinstance(given, torch.Tensor):
+        return given
+    try:
+        index = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as problem:
+        raise InvalidType(f"an index is an integer, several, a slice, or a mask, not {given!r:.60}") from problem
+    return index.to(torch.int64) if isinstance(given, (list, tuple)) and not index.numel() else index
 
 
 def _int64(tensor: torch.Tensor) -> Ints:

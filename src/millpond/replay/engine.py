@@ -80,8 +80,12 @@ class Engine:
         self.memory = make_memory({**self.slots.memory(), **sampler.memory(self.capacity)}, self._recover)
         self.control = self.memory.control
         self._receipts = self.memory.array("receipts").cast("Q")
-        self.slots.bind(self.memory.array, create=self.memory.fresh)
-        sampler.bind(self.memory.array)
+        try:
+            self.slots.bind(self.memory.array, create=self.memory.fresh)
+            sampler.bind(self.memory.array)
+        except BaseException:
+            self.memory.remove()
+            raise
         self.distinct = deliveries is not None
         self._exact = self.distinct or not sampler.replacement  # a batch of n needs n live items
         self._tickets: dict[Event, int] = {}
@@ -275,16 +279,20 @@ class Engine:
         try:
             state = self.load()
             self.refuse_closed(state, "empty", 0)
-            self.control.begin(state)
-            state[EMPTIED] += 1
-            state[TAIL], state[LIVE], state[STORED], state[PRESSURE] = state[HEAD], 0, 0, 0
-            self.commit(state, self.items_event, self.space_event)
+            self.drop(state)
             if self.priorities is not None:
                 self.priorities.recover(self.slots.since(state, 0)[0])
             self.control.settle(state)
             self.commit(state, self.items_event, self.space_event)
         finally:
             self.control.mutex.unlock()
+
+    def drop(self, state: State) -> None:
+        """Under the lock: from now on no item is live. Begins a change that the caller must settle."""
+        self.control.begin(state)
+        state[EMPTIED] += 1
+        state[TAIL], state[LIVE], state[STORED], state[PRESSURE] = state[HEAD], 0, 0, 0
+        self.commit(state, self.items_event, self.space_event)
 
     def close(self, *, everybody: bool) -> None:
         """Wake all waiters of this process, or of all."""
@@ -295,6 +303,9 @@ class Engine:
                 self.commit(state, self.items_event, self.space_event)
             finally:
                 self.control.mutex.unlock()
+        self.memory.left = True
+        if not everybody:
+            self.control.notify_all()
 
     def let_go(self, *, storage: bool = True) -> None:
         """Nobody new comes: break the rings of references, so that the memory goes as soon as the last call has

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, InvalidType, NotReady, SchemaMismatch
 from millpond.core.schema import Batch
@@ -17,11 +17,13 @@ from millpond.flow.limiter import Block
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.drawing import Draw, Generator, State, Stream
 from millpond.replay.engine import Engine
+from millpond.replay.prioritized import real_numbers
 from millpond.replay.rules import check_batch_size, generator
 from millpond.replay.state import CLOSED, CONSUMER, CONSUMER_BLOCKS
 from millpond.replay.taking import Taken, Taker
 from millpond.replay.waiting import Wait, check_cancel, check_timeout
 
+_WEIGHT = ("priority_weight",)
 _SUMS = (
     "capacity size storage_size nbytes write_count sample_calls samples_returned prefetched reserved overwritten "
     "consumed dropped stale_updates producer_blocks consumer_blocks waiting_producers waiting_consumers "
@@ -43,7 +45,8 @@ class ReplayBufferEnsemble:
         seed: of the choice of members.
 
     Raises:
-        InvalidArgument, InvalidType: no member, a member twice, weights that are none.
+        InvalidArgument, InvalidType: no member, a member twice, members that put their batches on different devices,
+            weights that are none.
     """
 
     def __init__(
@@ -60,15 +63,21 @@ class ReplayBufferEnsemble:
                 raise InvalidType(f"a member is a ReplayBuffer, not {type(buffer).__name__}")
         if len({_rank(b._engine) for b in buffers}) < len(buffers):
             raise InvalidArgument("a buffer is a member twice")
-        shares = np.ones(len(buffers)) if weights is None else np.asarray(weights, np.float64)
+        if len({b._rules.device for b in buffers}) > 1:
+            raise InvalidArgument("the members put their batches on different devices, so one batch cannot hold both")
+        try:
+            shares = np.ones(len(buffers)) if weights is None else np.asarray(weights, np.float64)
+        except (TypeError, ValueError) as problem:
+            raise InvalidType(f"weights are {len(buffers)} numbers, not {weights!r:.60}") from problem
         if (
             shares.shape != (len(buffers),)
             or not np.isfinite(shares).all()
             or (shares < 0).any()
-            or not shares.sum() > 0
+            or not shares.max() > 0
         ):
             raise InvalidArgument(f"weights are {len(buffers)} numbers, not negative and not all zero; got {weights!r}")
         self.buffers = buffers
+        shares = shares / shares.max()  # the sum of huge ones would be infinite
         self.weights = shares / shares.sum()
         self.batch_size = None if batch_size is None else check_batch_size(batch_size)
         self._random = Generator(generator(seed))
@@ -101,7 +110,7 @@ class ReplayBufferEnsemble:
         self._check_schemas()
         counts = np.bincount(self._choose(n), minlength=len(self.buffers))
         members = [i for i, count in enumerate(counts) if count]
-        taken = _agree(members, self._take(members, counts, n, wait, timeout, cancel_event))
+        taken = _agree(self._take(members, counts, n, wait, timeout, cancel_event))
         parts = [self.buffers[i]._dress(part, return_info) for i, part in zip(members, taken, strict=True)]
         ids = torch.from_numpy(np.repeat(members, [len(t.slots) for t in taken]))
         data = [part[0] for part in parts] if return_info else parts
@@ -131,7 +140,7 @@ class ReplayBufferEnsemble:
             while True:
                 blocked = self._first_blocked(engines, sizes)
                 if blocked is None:
-                    taken = _take_all(takers, engines, sizes)
+                    taken = _take_all(takers, engines, sizes, members)
                     if taken is not None:
                         return taken
                     continue
@@ -166,6 +175,8 @@ class ReplayBufferEnsemble:
 
         Raises ``InvalidArgument``, before anything was changed; also where no member has priorities.
         """
+        if not isinstance(sample, TensorDictBase):
+            raise InvalidType(f"a batch of this ensemble is a TensorDict, not {type(sample).__name__}")
         if "buffer_id" not in sample.keys():  # noqa: SIM118 — a TensorDict iterates over its items
             raise InvalidArgument("this batch has no buffer_id: is it one that the ensemble's sample() returned?")
         ids = sample["buffer_id"]
@@ -173,7 +184,7 @@ class ReplayBufferEnsemble:
         members = [(i, b, p) for i, b, p in prioritized if p is not None]
         if not members:
             raise InvalidArgument("update_priority needs a member with a PrioritizedSampler")
-        values = torch.as_tensor(priority).detach().cpu().reshape(-1)
+        values = torch.from_numpy(real_numbers(priority))
         if values.numel() == 1:
             values = values.expand(len(ids))
         if len(values) != len(ids):
@@ -195,7 +206,8 @@ class ReplayBufferEnsemble:
 
     def explain(self, op: str = "sample", n: int | None = None) -> str:
         """One line for each member."""
-        return "\n".join(f"member {i}: {b.explain(op, n or self.batch_size)}" for i, b in enumerate(self.buffers))
+        n = self.batch_size if n is None and op == "sample" else n
+        return "\n".join(f"member {i}: {b.explain(op, n)}" for i, b in enumerate(self.buffers))
 
     def __len__(self) -> int:
         return sum(len(b) for b in self.buffers)
@@ -224,18 +236,20 @@ class ReplayBufferEnsemble:
                 raise SchemaMismatch(f"members {first} and {i} hold different items: {its.difference(schema)}")
 
 
-def _agree(members: list[int], taken: list[Taken]) -> list[Taken]:
-    """Batches with the same fields: an item from a member without priorities has the importance weight 1.
-
-    Raises ``SchemaMismatch`` where the samplers add fields that cannot be made up.
-    """
-    keys = set().union(*(t.extra for t in taken))
-    for i, t in zip(members, taken, strict=True):
-        for key in keys - t.extra.keys():
-            if key != ("priority_weight",):
-                raise SchemaMismatch(f"the sampler of member {i} does not add {'/'.join(key)}, another member's does")
-            t.extra[key] = torch.ones(len(t.slots))
+def _agree(taken: list[Taken]) -> list[Taken]:
+    """Batches with the same fields: an item from a member without priorities has the importance weight 1."""
+    if any(_WEIGHT in t.extra for t in taken):
+        for t in taken:
+            t.extra.setdefault(_WEIGHT, torch.ones(len(t.slots)))
     return taken
+
+
+def _refuse_different(members: list[int], draws: list[Draw]) -> None:
+    """Raises ``SchemaMismatch`` where the samplers add fields that cannot be made up. Nothing was taken yet."""
+    keys = set().union(*(draw.extra for draw in draws)) - {_WEIGHT}
+    for i, draw in zip(members, draws, strict=True):
+        for key in sorted(keys - draw.extra.keys()):
+            raise SchemaMismatch(f"the sampler of member {i} does not add {'/'.join(key)}, another member's does")
 
 
 def _sleep(engine: Engine, size: int, waiting: Wait, text: str) -> None:
@@ -256,7 +270,7 @@ def _rank(engine: Engine) -> tuple[bool, str, int]:
     return (True, "", id(engine)) if path is None else (False, str(path), 0)
 
 
-def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> list[Taken] | None:
+def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int], members: list[int]) -> list[Taken] | None:
     """Under all locks, taken in their order: from every engine, or from none (None) where one has changed meanwhile."""
     streams = [Stream(engine.random.seed()) for engine in engines]
     held: list[Engine] = []
@@ -276,6 +290,7 @@ def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int]) -> l
             if draw is None:
                 return None
             draws.append(draw)
+        _refuse_different(members, draws)
         taken = [t.deliver_locked(state, draw) for t, state, draw in zip(takers, states, draws, strict=True)]
         return [one for one in taken if one is not None]
     finally:

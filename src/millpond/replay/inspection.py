@@ -31,7 +31,7 @@ from millpond.replay.storage import SeenStorage
 from millpond.replay.summary import counted, figures
 from millpond.replay.windows import DONE, TERMINATED, TRUNCATED, Episodes
 from millpond.shm import identity
-from millpond.shm.directory import PREFIX, Owner, shared_root
+from millpond.shm.directory import PREFIX, Owner, is_temporary, shared_root
 from millpond.shm.onlooker import Onlooker
 
 Report = dict[str, Any]
@@ -114,7 +114,7 @@ class _Look:
         living = [w for w in waiting if identity.thread_alive(w.pid, w.tid)]
         return {
             "path": str(self._path),
-            "kind": "shared memory" if self._path.name.startswith(PREFIX) else "disk",
+            "kind": "shared memory" if is_temporary(self._path) else "disk",
             "owner": self._describe_owner(),
             "closed": bool(state[words.CLOSED]),
             "schema": describe_schema(self._schema),

@@ -29,7 +29,7 @@ from millpond.core.schema import Schema
 from millpond.replay.state import RECEIPT_LINES, WORDS
 from millpond.shm import identity, mapped
 from millpond.shm.control import ControlBlock, Recover
-from millpond.shm.directory import Owner
+from millpond.shm.directory import Owner, is_temporary
 from millpond.shm.onlooker import Onlooker
 
 EVENTS = 2
@@ -50,9 +50,10 @@ class Memory:
         self.control: ControlBlock
         self._arrays: mmap.mmap
         self.owner: Owner | None = None
-        self.turnstile = threading.Lock()  # for the threads of this process that were woken, see `Wait.sleep`
+        self.turnstile: Any = threading.RLock()  # for the threads of this process that were woken, see `Wait.sleep`
         self.buried = 0.0  # when the table of waiters was last cleared because it was full
         self.logged = 0.0  # when a wait last said that it still waits
+        self.left = False  # this process has no use for it any more: who waits leaves
         self.fresh = False  # made now, so that its arrays are still to be initialised
 
     # ------------------------------------------------------------------ three ways to have one
@@ -120,7 +121,7 @@ class Memory:
         with memory._deciding():
             owner = Owner.read(path) or owner
             if owner.gone():
-                if path.name.startswith("millpond-"):
+                if is_temporary(path):
                     raise PeerLost(f"the owner of {path} (process {owner.pid}) is gone")
                 if owner.boot != identity.boot_id():
                     memory._revive(recover)
@@ -221,12 +222,16 @@ class Memory:
 
     def remove(self) -> None:
         """The owner leaves: the files of a buffer in shared memory go, those on disk wait for the next owner."""
-        if self.path is None or not self.mine:
-            return
-        if self.path.name.startswith("millpond-"):
-            mapped.remove_directory(self.path)
-        elif self.path.is_dir():
-            Owner.me()._replace(pid=0, started=0).write(self.path)
+        if self.path is not None and self.mine:
+            give_up(self.path)
+
+
+def give_up(path: Path) -> None:
+    """What `Memory.remove` does, for whoever must not hold the memory itself."""
+    if is_temporary(path):
+        mapped.remove_directory(path)
+    elif path.is_dir():
+        Owner.me()._replace(pid=0, started=0).write(path)
 
 
 def read_rules(path: Path) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class PrioritizedSampler:
         Raises:
             InvalidArgument: a priority that is negative or not finite, or not one for each item.
         """
-        values = _float64(priority)
+        values = real_numbers(priority)
         if values.size == 1 and n != 1:
             values = np.repeat(values, n)
         if values.size != n:
@@ -183,11 +183,19 @@ def _power(values: Floats, exponent: float) -> Floats:
     return values if exponent == 1.0 else np.power(values, exponent)
 
 
-def _float64(priority: Any) -> Floats:
-    if type(priority) is torch.Tensor and priority.device.type == "cpu" and priority.dtype is not torch.bfloat16:
-        values = priority.detach().numpy()
-    else:
-        values = torch.as_tensor(priority).detach().to("cpu", torch.float64).numpy()
+def real_numbers(priority: Any) -> Floats:
+    """A copy, ``[n]``. Raises ``InvalidType`` for what holds no real numbers."""
+    try:
+        if not isinstance(priority, torch.Tensor):
+            values = np.asarray(priority)
+        elif priority.dtype is torch.bfloat16:
+            values = priority.float().numpy(force=True)
+        else:
+            values = priority.numpy(force=True)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise InvalidType(f"a priority is a number, not {priority!r:.60}") from problem
+    if values.dtype.kind not in "fiub":
+        raise InvalidType(f"a priority is a number, not {values.dtype}")
     return values.astype(np.float64).reshape(-1)
 
 

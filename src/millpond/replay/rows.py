@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import InvalidArgument
 from millpond.core.schema import Key, Schema
 from millpond.replay.drawing import Ints
 from millpond.replay.storage import Storage
@@ -158,12 +159,22 @@ class Journal:
         if directory is None:
             memory = bytearray(nbytes)
         else:
-            with contextlib.suppress(InvalidArgument):  # it is there already
-                mapped.allocate(directory / "journal", nbytes).close()
+            if not (directory / "journal").exists():
+                self._make(directory / "journal", nbytes)
             memory = mapped.map_file(directory / "journal", nbytes)
         self._count = np.frombuffer(memory, np.int64, 1)
         self._slots = np.frombuffer(memory, np.int64, self.LIMIT, 8)
         self._rows = np.frombuffer(memory, np.dtype(f"V{row_nbytes}"), self.LIMIT, 8 + 8 * self.LIMIT)
+
+    @staticmethod
+    def _make(file: Path, nbytes: int) -> None:
+        """Whoever finds the name finds the whole file; of several makers the first one counts."""
+        making = file.with_name(f"journal.making.{os.getpid()}.{threading.get_native_id()}")
+        making.unlink(missing_ok=True)
+        mapped.allocate(making, nbytes).close()
+        with contextlib.suppress(FileExistsError):
+            os.link(making, file)
+        making.unlink()
 
     def note(self, slots: Ints, rows: torch.Tensor) -> None:
         n = len(slots)

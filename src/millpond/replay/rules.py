@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import InvalidArgument, InvalidType, NotShareable, Unsatisfiable
+from millpond.core.errors import InvalidArgument, InvalidType, NotShareable, SchemaMismatch, Unsatisfiable
 from millpond.core.schema import Key, Schema, tensordict_of
 from millpond.flow.limiter import Flow, unsatisfiable
 from millpond.replay.drawing import Sampler
@@ -69,6 +69,8 @@ class Rules:
             raise InvalidType(f"transform is callable, not {self.transform!r}")
         if self.batch_size is not None:
             check_batch_size(self.batch_size)
+        if self.device is not None:
+            check_device(self.device)
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise InvalidArgument(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
         deliveries = self._deliveries()
@@ -80,7 +82,7 @@ class Rules:
                 "with admission='block' would wait for ever: store sequences as items, or let old items be overwritten"
             )
         exact = consuming or not self.sampler.replacement
-        reason = unsatisfiable(self.flow, self.capacity, exact, self.batch_size or 0, 0)
+        reason = unsatisfiable(self.flow, self.capacity, exact, self.batch_size or 0, 0, deliveries=deliveries)
         if reason is not None:
             raise Unsatisfiable(reason)
         if self.flow.admission == "block" and not consuming:
@@ -117,6 +119,18 @@ class Rules:
     def unbound(self) -> Rules:
         """The same with a sampler that holds no memory, where it is one of millpond's."""
         return replace(self, sampler=copy(self.sampler)) if spell(self.sampler) is not None else self
+
+    def for_another(self) -> Rules:
+        """The same for one more buffer object in this process, with a sampler and a storage of its own.
+
+        Raises ``NotShareable`` where a sampler or a storage of the user's cannot be copied by pickling it.
+        """
+        try:
+            own = deepcopy(self.sampler) if self.frozen is None else pickle.loads(self.frozen)
+            storage = None if self.storage is None else pickle.loads(pickle.dumps(self.storage))
+        except Exception as problem:
+            raise NotShareable(f"the buffer's sampler or storage cannot be pickled: {problem}") from problem
+        return replace(self, sampler=own, storage=storage)
 
     def storage_at(self, path: Path) -> Storage:
         """The storage of a shared buffer, in a process that attaches."""
@@ -199,13 +213,34 @@ def read(data: Any) -> Any:
     return KNOWN[data["name"]](**config)
 
 
-def check_batch_size(n: Any) -> int:
+def refuse_own_names(schema: Schema) -> None:
+    """Raises ``SchemaMismatch`` for a field whose place in a batch is taken by what each batch carries of its own."""
+    for field in schema.fields:
+        if field.key[:1] in (("index",), ("generation",)):
+            raise SchemaMismatch(
+                f"{field.name}: a sampled batch has its own {field.key[0]!r}, which would hide this field: "
+                "rename it, or leave it out where a sampled batch is written again"
+            )
+
+
+def check_batch_size(n: Any, name: str = "batch_size") -> int:
     """Raises ``InvalidType`` or ``InvalidArgument`` for what is no number of items."""
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-        raise InvalidType(f"batch_size is a number of items, not {n!r}")
+        raise InvalidType(f"{name} is a number of items, not {n!r}")
     if n < 1:
-        raise InvalidArgument(f"batch_size is at least 1 item, got {n}")
+        raise InvalidArgument(f"{name} is at least 1 item, got {n}")
     return int(n)
+
+
+def check_device(device: str) -> None:
+    """Raises ``InvalidArgument`` for what is no device of this PyTorch. Starts no driver: one can fork still."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as problem:
+        raise InvalidArgument(f"device={device!r}: {str(problem).splitlines()[0]}") from problem
+    if kind == "meta" or (kind == "cuda" and not torch.backends.cuda.is_built()):
+        reason = "it holds no numbers" if kind == "meta" else "this PyTorch was built without CUDA"
+        raise InvalidArgument(f"device={device!r}: {reason}")
 
 
 def generator(seed: int | torch.Generator | None) -> torch.Generator:
@@ -217,6 +252,8 @@ def generator(seed: int | torch.Generator | None) -> torch.Generator:
         return made.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)  # the global generator stays as it is
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise InvalidType(f"seed is a number, a torch.Generator or None, not {seed!r}")
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidArgument(f"seed is a number of 64 bits, got {seed}")
     return made.manual_seed(int(seed))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from millpond.core.errors import Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
+from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
 from millpond.replay.memory import Memory
 from millpond.replay.state import PREFETCHED, RESERVED
 from millpond.shm.control import ControlBlock, Line
@@ -80,12 +80,13 @@ class Wait:
         self._memory, self._what, self._role, self._need, self._cancel = memory, what, role, need, cancel
         self._line: int | None = None
         self._began = time.monotonic()
-        self._through = False
         self.counted = False
         self.check()
 
     def check(self) -> None:
-        """Raises ``Cancelled`` where the event is set."""
+        """Raises ``Cancelled`` where the event is set, and ``BufferClosed`` where this process left the buffer."""
+        if self._memory.left:
+            raise BufferClosed(f"{self._what}: the buffer was closed")
         if self._cancel is not None and self._cancel.is_set():
             raise Cancelled(f"{self._what}: the cancel event is set")
 
@@ -109,15 +110,16 @@ class Wait:
         each other's way, at the lock and for the GIL. That is for speed alone, so it is given up after a moment.
 
         Raises:
-            DeadlineExceeded, Cancelled, PeerLost: with the explanation.
+            DeadlineExceeded, Cancelled, BufferClosed, PeerLost: with the explanation.
         """
         self._let_next()
+        self.check()
         now = time.monotonic()
         if now >= self._deadline:
             raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: {self._why(explain)}")
         span = min(self._deadline - now, CANCEL_SLICE if self._cancel is not None else OWNER_SLICE)
         moved = event.wait(ticket, span)
-        self._through = self._memory.turnstile.acquire(timeout=TURNSTILE_SLICE)
+        self._memory.turnstile.acquire(timeout=TURNSTILE_SLICE)
         self.check()
         if self._line is None and now - self._memory.buried >= BURY_EVERY:
             self._memory.buried = now
@@ -142,9 +144,9 @@ class Wait:
         return explain().removeprefix(f"{self._what} cannot proceed: ")
 
     def _let_next(self) -> None:
-        if self._through:
-            self._through = False
-            self._memory.turnstile.release()
+        turnstile = self._memory.turnstile
+        while turnstile._is_owned():  # asked, not noted: Ctrl-C may come between having it and saying so
+            turnstile.release()
 
     def leave(self) -> None:
         """Off the table of waiters."""

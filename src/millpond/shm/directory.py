@@ -24,6 +24,7 @@ from millpond.shm.room import no_room
 PREFIX = "millpond-"
 VARIABLE = "MILLPOND_SHM"
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
+_MADE = re.compile(rf"{PREFIX}\d+-[a-z][a-z0-9_]*-[0-9a-f]{{16}}")
 
 
 class Owner(NamedTuple):
@@ -100,6 +101,12 @@ def make_directory(kind: str) -> Path:
             raise no_room(path.parent, f"there is no room for {path}") from problem
         raise
     return path
+
+
+def is_temporary(path: str | os.PathLike[str]) -> bool:
+    """Is this a directory of `make_directory`, which goes with its owner? By its whole name: people too call
+    directories of theirs ``millpond-something``."""
+    return _MADE.fullmatch(Path(path).name) is not None
 
 
 def remove_directory(path: str | os.PathLike[str]) -> bool:

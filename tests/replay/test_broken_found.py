@@ -122,6 +122,28 @@ def test_a_directory_of_the_users_is_kept_whatever_its_name(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------------- batches drawn ahead
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(("size", "batch"), [(10, 5), (13, 5), (3, 5)])
+def test_an_epoch_holds_each_item_once_however_far_one_draws_ahead(prefetch: int, size: int, batch: int) -> None:
+    batch = min(batch, size)
+    rb = ReplayBuffer(size, sampler=SamplerWithoutReplacement(), batch_size=batch, prefetch=prefetch, seed=3)
+    rb.extend(numbers(size))
+    for _ in range(3):
+        assert sorted(x for part in rb for x in part["x"].tolist()) == list(range(size))
+    count = -(-size // batch)
+    for _ in range(3):
+        assert sorted(x for _ in range(count) for x in rb.sample()["x"].tolist()) == list(range(size))
+    assert rb.stats()["samples_returned"] == 6 * size
+
+
+def test_the_last_batch_of_an_epoch_survives_a_checkpoint() -> None:
+    rb, other = (
+        ReplayBuffer(8, sampler=SamplerWithoutReplacement(), batch_size=5, prefetch=1, seed=seed) for seed in (0, 1)
+    )
+    rb.extend(numbers(8))
+    first = rb.sample()["x"].tolist()
+    other.load_state_dict(rb.state_dict())
+    assert sorted(first + other.sample()["x"].tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("how", [{"sampler": ConsumingSampler(1)}, {"consume_after_n_samples": 1}])
@@ -503,6 +525,25 @@ def test_a_closed_buffer_says_so_when_it_is_loaded() -> None:
     rb.close()
     with pytest.raises(BufferClosed):
         rb.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("consume", [None, 1])
+@pytest.mark.parametrize("sizes", [[8, 4, 4], [4, 8, 3], [7], [8, 20]])
+def test_an_epoch_holds_each_item_once_whatever_sizes_are_asked_for(consume: int | None, sizes: list[int]) -> None:
+    """What was drawn ahead in another size was taken from the epoch, and belongs to it."""
+    sampler = SamplerWithoutReplacement()
+    rb = ReplayBuffer(40, sampler=sampler, prefetch=2, seed=0, consume_after_n_samples=consume)
+    for epoch in range(3):
+        if consume or not epoch:
+            rb.extend(numbers(40))
+        got: list[int] = []
+        while len(got) < 40:
+            size = sizes[len(got) % len(sizes)]
+            part = rb.sample(min(size, 40 - len(got)) if consume else size)
+            got += part["x"].tolist()
+        assert sorted(got) == list(range(40))
+    stats = rb.stats()
+    assert (stats["samples_returned"], stats["reserved"], stats["prefetched"]) == (120, 0, 0)
 
 
 @pytest.mark.parametrize("receipt", [(64, 1), (-1, 1), (0, -1), (0, 2**64)])

@@ -267,6 +267,15 @@ def test_prefetched_batches_reserve_and_refund() -> None:
     assert (stats["reserved"], stats["prefetched"]) == (0, 0)
 
 
+def test_unlimited_leaves_the_admission_as_it_is() -> None:
+    """What has no room is dropped there too, where nobody could ever make room."""
+    with ReplayBuffer(4, flow=Flow(admission="drop_newest")) as rb:
+        rb.extend(numbers(4))
+        with rb.unlimited():
+            assert rb.extend(numbers(1), timeout=10).tolist() == []
+        assert rb.stats()["dropped"] == 1
+
+
 def test_unlimited_is_outside_the_ratio() -> None:
     rb = RateLimitedReplayBuffer(1000, samples_per_insert=1.0, min_size=10, max_debt=20, batch_size=10)
     with rb.unlimited():

@@ -50,11 +50,11 @@ class Ahead:
     def could_serve(self, n: int) -> int:
         """How many of n items `serve` would have without drawing."""
         batches = list(self)
-        if batches and self._over is not None and batches[0].asked == n:
-            return n
+        if batches and self._over is not None and (batches[0].asked == n or self._over(n)):
+            return n  # the last batch of an epoch may be smaller
         if self._over is not None or self._taker.deliveries is not None:
             return min(n, sum(len(batch.slots) for batch in batches))
-        return n if batches and len(batches[0].slots) == n else 0
+        return n if batches and batches[0].asked == n else 0
 
     def serve(self, n: int, **waiting: Any) -> Taken | None:
         """A batch of n. None: there is nothing ahead that could serve, and what was of another size is given back.
@@ -69,7 +69,7 @@ class Ahead:
             return self._cut(n, **waiting)
         others = []
         with self._lock:
-            while self._batches and len(self._batches[0].slots) != n:
+            while self._batches and self._batches[0].asked != n:
                 others.append(self._batches.popleft())
             taken = self._batches.popleft() if self._batches else None
         self._taker.refund(others)

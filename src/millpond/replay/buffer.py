@@ -31,10 +31,10 @@ from millpond.replay.belonging import claim, release
 from millpond.replay.desk import Desk
 from millpond.replay.drawing import Ints, Sampler
 from millpond.replay.editing import Editor
-from millpond.replay.engine import Engine
+from millpond.replay.engine import Engine, find
 from millpond.replay.memory import Memory, give_up, read_rules
 from millpond.replay.rules import Rules
-from millpond.replay.samplers import RandomSampler
+from millpond.replay.samplers import RandomSampler, SamplerWithoutReplacement
 from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, RESERVED, STORED, WRITES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.summary import stats
@@ -152,7 +152,8 @@ class ReplayBuffer:
         self._engine.find_rows = self._find_rows
         self._writer, self._taker = Writer(self._engine), Taker(self._engine)
         self._editor = Editor(self._engine)
-        self._ahead = Ahead(self._taker, rules.prefetch)
+        epochs = find(SamplerWithoutReplacement, rules.sampler) is not None
+        self._ahead = Ahead(self._taker, rules.prefetch, self._editor.epoch_over if epochs else None)
         self._schema: Schema | None = None
         self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
         self._desk = Desk()

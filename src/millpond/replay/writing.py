@@ -104,7 +104,7 @@ class Writer:
             raise Unsatisfiable(f"extend({n}): {block.reason}")
         if engine.flow.admission == "raise":
             raise BufferFull(f"extend({n}): {block.reason}")
-        if engine.flow.admission != "drop_newest" or engine.unlimited:
+        if engine.flow.admission != "drop_newest":
             return False
         state[DROPPED] += n
         engine.commit(state)

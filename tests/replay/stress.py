@@ -272,6 +272,7 @@ class Run:
     def _drain(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
         """Close for everybody, then look at what is left."""
         engine = self.rb._engine
+        assert self.rb.schema is not None  # and maps the rows, if this process never looked at them before
         engine.close(everybody=True)
         for one in self.everyone:
             one["process"].join(10)

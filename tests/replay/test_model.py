@@ -137,7 +137,7 @@ def sample(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
 
 def sample_from_an_epoch(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
     """What is ahead was taken from the epoch: it is never given back. The epoch's last batch may be smaller."""
-    first = list(rb._ahead)[0].asked
+    first = next(iter(rb._ahead)).asked
     drawn = [number for batch in model.ahead for number in batch]
     if first == n:
         drawn, missing = model.ahead[0], 0
@@ -183,7 +183,7 @@ def compare(rb: ReplayBuffer, model: PlainModel) -> None:
     for n in (1, 4, CAPACITY):
         if isinstance(rb.sampler, SamplerWithoutReplacement) and model.ahead:
             missing = n - sum(map(len, model.ahead))
-            enough = list(rb._ahead)[0].asked == n or rb._editor.epoch_over(n)
+            enough = next(iter(rb._ahead)).asked == n or rb._editor.epoch_over(n)
             expected = enough or missing <= 0 or model.ready(missing)
         else:
             expected = model.could_sample(n)

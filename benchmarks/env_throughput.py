@@ -15,7 +15,7 @@ from benchmarks.harness import Cell, report
 from millpond.envs.batched import BatchedEnv
 from millpond.envs.catalogue import make_batched
 from millpond.envs.mujoco_batch import MujocoDynamics
-from millpond.envs.physics import default_threads
+from millpond.envs.threads import default_threads
 
 SIZES = (("Hopper-v5", 64), ("Hopper-v5", 1_024), ("Hopper-v5", 100_000), ("Humanoid-v5", 64), ("Humanoid-v5", 1_024))
 CLASSIC = ("Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0")

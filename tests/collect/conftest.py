@@ -1,10 +1,68 @@
-"""The environments of tests/envs serve here too, and one fork server, with all imports made, serves every test."""
+"""One fork server, with all imports made, and one Ray serve every test; and so do the environments of tests/envs."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millpond.shm.directory import shared_root
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
 multiprocessing.set_forkserver_preload(["millpond.collect.workers"])
+RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
+PATIENCE_S = 30.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
+            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster at a time is enough
+
+
+@pytest.fixture(scope="package")
+def ray_started() -> Iterator[Any]:
+    """One cluster of one node, to which this process is connected as any program would be."""
+    ray = pytest.importorskip("ray")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the workers find what the tests define
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    with tempfile.TemporaryDirectory(prefix="mp-ray-") as directory:  # short: sockets are made in it
+        quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+        ray.init(num_cpus=2, _temp_dir=directory, **quiet)
+        yield ray
+        ray.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_started: Any) -> Iterator[Any]:
+    """Ray; and no thread, actor or segment of millpond's stays."""
+    before = _ours()
+    yield ray_started
+    end = time.monotonic() + PATIENCE_S
+    while left := _ours() - before:
+        assert time.monotonic() < end, f"the test left behind: {sorted(left)}"
+        time.sleep(0.02)
+
+
+def _ours() -> set[str]:
+    family = psutil.Process().children(recursive=True)
+    found = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("millpond")}
+    for process in family:
+        try:
+            if "CollectActor" in " ".join(process.cmdline()):
+                found.add(f"process {process.pid}")
+        except psutil.Error:
+            continue
+    return found | {path.name for path in shared_root().glob("millpond-*")}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from episode_worlds import MODES, Diary, DictDiary, diaries
+from gymnasium.vector import SyncVectorEnv
 from policies import Constant, Waver
 from torch import nn
 
@@ -26,7 +27,7 @@ from millpond.core.errors import (
     SchemaMismatch,
     WorkerFailed,
 )
-from millpond.envs import declare
+from millpond.envs import declare, make_batched
 from millpond.flow.limiter import Flow
 from millpond.replay import ReplayBuffer
 from millpond.weights import WeightBoard
@@ -493,6 +494,59 @@ def test_what_was_collected_and_not_handed_over_is_saved_and_closed_as_truncated
     with pytest.raises(InvalidArgument):
         second.load_state_dict(state)
     second.close()
+
+
+class Torque(nn.Module):
+    """A deterministic action for a pendulum."""
+
+    def forward(self, data: Any) -> Any:
+        return data.set("action", 2 * torch.sin(3 * data["observation"][:, 2:]))
+
+
+def pendulums(mode: str, limit: int = 7) -> Any:
+    return lambda: make_batched("Pendulum-v1", 3, max_episode_steps=limit, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("layout", ["transitions", "sequences"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_environments_that_can_be_saved_go_on_bit_for_bit(mode: str, layout: Any) -> None:
+    """Case end-8: saved in the middle of episodes, at their ends, and between an end and its reset."""
+    options: Any = {"frames_per_batch": 12, "num_envs": 3, "seed": 1, "layout": layout}
+    if layout == "transitions":
+        options["frames_per_batch"] = 10
+    with Collector(pendulums(mode), Torque(), **options) as whole:
+        expected: Any = torch.cat([next(whole) for _ in range(20)])  # type: ignore[misc]
+    parts: list[Any] = []
+    state: Any = None
+    for _ in range(10):
+        with Collector(pendulums(mode), Torque(), **options) as part:
+            if state is not None:
+                part.load_state_dict(state)
+            parts += [next(part), next(part)]
+            state = part.state_dict()
+    got: Any = torch.cat(parts)
+    for key in ("observation", "action", "step", ("next", "observation"), ("next", "reward"), ("next", "truncated")):
+        assert torch.equal(got[key], expected[key]), key
+    flat, life = got.reshape(-1), got.reshape(-1)["episode_id"] >> 36 & 4095
+    assert len(life.unique()) > 3
+    steps = list(zip(flat["episode_id"].flatten().tolist(), flat["step"].flatten().tolist(), strict=True))
+    assert all(step == 0 or (episode, step - 1) in steps for episode, step in steps)
+
+
+def test_a_saved_world_that_cannot_be_put_back_ends_its_episodes() -> None:
+    """Case end-8: saved from environments that can be saved, loaded where there are others."""
+    options: Any = {"frames_per_batch": 10, "num_envs": 3, "total_frames": 40, "seed": 1}
+    with Collector(pendulums("NextStep", limit=90), **options) as first:
+        taken = next(first).numel()  # type: ignore[union-attr]
+        state = first.state_dict()
+        held = len(state["workers"][0]["env"])
+    assert (taken, held) == (10, 2)
+    ordinary = [lambda: gymnasium.make("Pendulum-v1")] * 3
+    with Collector(lambda: SyncVectorEnv(ordinary, autoreset_mode="NextStep"), **options) as second:
+        second.load_state_dict(state)
+        after: Any = torch.cat(list(second))  # type: ignore[arg-type]
+    assert after.numel() == 30
+    assert after["next", "truncated"].flatten().tolist()[:3] == [True, True, False]
 
 
 # -------------------------------------------------------------------------------------------------- in a thread

@@ -26,6 +26,7 @@ from millpond.core.errors import (
     Unsatisfiable,
     WorkerFailed,
 )
+from millpond.envs.threads import cores
 from millpond.flow.limiter import Flow
 from millpond.replay import ReplayBuffer
 from millpond.weights import WeightBoard
@@ -682,7 +683,7 @@ def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
                 first.start()
                 until(lambda: rb.write_count >= 50, first)
             state = first.state_dict()
-            held = sum(int(worker["valid"].sum()) for worker in state["workers"])
+            held = sum(len(worker["env"]) for worker in state["workers"])
         written = rb.write_count
         assert written >= state["collected_frames"] or iterating
         with MultiCollector(lambda: diaries(3, "NextStep"), **options) as second:
@@ -700,6 +701,46 @@ def test_another_collector_goes_on_where_one_was_saved(iterating: bool) -> None:
             with pytest.raises(InvalidArgument, match="has started"):
                 second.load_state_dict(state)
         assert int(((rest["episode_id"] >> 36) & 4095 == 0).sum()) >= held
+
+
+def test_environments_that_can_be_saved_go_on_in_other_workers() -> None:
+    """Case end-8: no episode is cut."""
+    options: Any = {"num_workers": 2, "frames_per_batch": 30, "num_envs": 3, "total_frames": 3_000, "seed": 1}
+    with MultiCollector("Pendulum-v1", **options) as first:
+        batches = [next(first) for _ in range(5)]
+        state = first.state_dict()
+    with MultiCollector("Pendulum-v1", **options) as second:
+        second.load_state_dict(state)
+        batches += list(second)
+    frames: Any = torch.cat(batches)  # type: ignore[arg-type]
+    seen = {(int(e), int(s)) for e, s in zip(frames["episode_id"], frames["step"], strict=True)}
+    assert len(seen) == 3_000
+    assert all(step == 0 or (episode, step - 1) in seen for episode, step in seen)
+    cut = frames["next", "truncated"].flatten()
+    assert set(frames["step"].flatten()[cut].tolist()) == {199}
+
+
+class Asks(Diary):
+    """Writes down what it finds where it is made."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        from millpond.envs.threads import default_threads
+
+        (Path(directory) / str(os.getpid())).write_text(f"{default_threads()} {torch.get_num_threads()}")
+
+
+@pytest.mark.parametrize("wanted", [None, "5"])
+def test_workers_share_the_cores_unless_the_user_has_said_how(
+    wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wanted:
+        monkeypatch.setenv("MILLPOND_ENV_THREADS", wanted)
+    options: Any = {"num_workers": 2, "frames_per_batch": 5, "total_frames": 20, "start_method": "fork"}
+    with MultiCollector(lambda: Asks(str(tmp_path)), **options) as collector:
+        list(collector)
+    share = wanted or str(max(1, cores() // 2))
+    assert [path.read_text() for path in tmp_path.iterdir()] == [f"{share} 1"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- start methods

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from millpond.collect.budget import FrameBudget
     from millpond.collect.collector import Collector
     from millpond.collect.multi import MultiCollector
+    from millpond.collect.ray import RayCollector
 
-__all__ = ["Collector", "FrameBudget", "MultiCollector"]
-_HOMES = {"Collector": "collector", "FrameBudget": "budget", "MultiCollector": "multi"}
+__all__ = ["Collector", "FrameBudget", "MultiCollector", "RayCollector"]
+_HOMES = {"Collector": "collector", "FrameBudget": "budget", "MultiCollector": "multi", "RayCollector": "ray"}
 
 
 def __getattr__(name: str) -> Any:

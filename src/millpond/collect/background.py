@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from millpond.collect.budget import FrameBudget
 from millpond.collect.lane import Lane
 from millpond.core.errors import BufferClosed, DeadlineExceeded, WorkerFailed
 from millpond.core.roles import CancelEvent
@@ -24,9 +25,16 @@ class Background:
     """
 
     def __init__(
-        self, lane: Lane, replay: Any, *, next_batch: Callable[[], object | None], written: Callable[[int], None]
+        self,
+        lane: Lane,
+        replay: Any,
+        *,
+        budget: FrameBudget,
+        next_batch: Callable[[], object | None],
+        written: Callable[[int], None],
     ) -> None:
         self._lane, self._replay, self._next_batch, self._written = lane, replay, next_batch, written
+        self._budget = budget
         self._changed = threading.Condition()
         self.stopping = self._pausing = self._idle = False
         self.ended = False
@@ -65,7 +73,7 @@ class Background:
 
     def _go_on(self) -> bool:
         """One batch. False: everything is collected."""
-        budget = self._lane.budget
+        budget = self._budget
         if self._next_batch() is not None:
             written = self._lane.offer(self._replay, cancel_event=self, stopping=lambda: self.stopping)
             self._written(written or 0)
@@ -94,7 +102,7 @@ class Background:
 
     def wait(self, timeout: float | None, cancel_event: CancelEvent | None) -> bool:
         """Wait for the end. False: not within ``timeout`` seconds. Raises WorkerFailed, Cancelled."""
-        ended = self._lane.budget.wait_until(lambda: self.ended, timeout=timeout, cancel_event=cancel_event)
+        ended = self._budget.wait_until(lambda: self.ended, timeout=timeout, cancel_event=cancel_event)
         self.check()
         return ended
 

@@ -77,7 +77,7 @@ class Collector:
             rollout = Rollout(
                 Stepper(made),
                 policy,
-                columns=columns_for(frames_per_batch, made.num_envs, time),
+                frames=frames_per_batch,
                 time=time,
                 origin=line,
                 seed=seed,
@@ -159,7 +159,11 @@ class Collector:
             raise InvalidArgument("start() needs replay=…; otherwise iterate over the collector")
         if self._background is None:
             self._background = Background(
-                self._lane, self.replay, next_batch=self._next_batch, written=self._count_written
+                self._lane,
+                self.replay,
+                budget=self.budget,
+                next_batch=self._next_batch,
+                written=self._count_written,
             )
             self._background.start()
 
@@ -307,8 +311,3 @@ def check_layout(layout: str, frames_per_batch: int, num_envs: int, total_frames
     if total_frames > 0 and total_frames % time:
         raise InvalidArgument(f"total_frames={total_frames} is not a multiple of the {time} frames of a sequence")
     return time
-
-
-def columns_for(frames_per_batch: int, num_envs: int, time: int | None) -> int:
-    """Steps that one batch takes, and one more where the last batch may leave rows."""
-    return time if time is not None else -(-frames_per_batch // num_envs) + bool(frames_per_batch % num_envs)

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from multiprocessing import context as mp_context
 from typing import Any
 
+from millpond.collect.budget import FrameBudget
 from millpond.collect.roster import Roster
-from millpond.collect.supervisor import Supervisor, receipts_of
+from millpond.collect.supervision import receipts_of
+from millpond.collect.supervisor import Supervisor
 from millpond.collect.workers import WorkerSpec
 from millpond.core.errors import InvalidArgument, MillpondError
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
@@ -20,7 +22,28 @@ _GRACE_S = 4.0  # how long workers may take to end by themselves
 _lines_in_use: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()  # of each buffer
 
 
-class Crew:
+class Lines:
+    """Numbers of lines for ``workers`` workers: theirs alone in the budget, and in ``replay``, which has receipts.
+
+    Raises:
+        InvalidArgument, Unsatisfiable: fewer than one worker, or more than there are lines.
+    """
+
+    def __init__(self, budget: FrameBudget, replay: Any, *, workers: int) -> None:
+        self._budget, self._replay = budget, replay
+        busy = _lines_in_use.setdefault(replay, set()) if replay is not None else set()
+        self.numbers = budget.claim(workers, avoid=busy)
+        busy.update(self.numbers)
+
+    def release(self) -> None:
+        """Give them back."""
+        for line in self.numbers:
+            self._budget.release(line)
+        if self._replay is not None:
+            _lines_in_use.get(self._replay, set()).difference_update(self.numbers)
+
+
+class ProcessCrew:
     """Places for ``spec.workers`` workers, each with a line of the budget that is also free in ``replay``.
 
     ``launch`` fills them, ``stop`` empties them, ``release`` gives everything back. Whoever forgets the crew leaves no
@@ -31,10 +54,9 @@ class Crew:
     """
 
     def __init__(self, spec: WorkerSpec, *, replay: Any, context: mp_context.BaseContext, max_restarts: int) -> None:
-        self._spec, self._replay, self._context, self._max_restarts = spec, replay, context, max_restarts
-        busy = _lines_in_use.setdefault(replay, set()) if replay is not None else set()
-        self.lines = spec.budget.claim(spec.workers, avoid=busy)
-        busy.update(self.lines)
+        self._spec, self._context, self._max_restarts = spec, context, max_restarts
+        self._claimed = Lines(spec.budget, replay, workers=spec.workers)
+        self.lines = self._claimed.numbers
         self._owner, self._directory = os.getpid(), make_directory("collector")
         self._remove = weakref.finalize(self, _remove, self._directory, self._owner)
         allocate(self._directory / "roster", Roster.nbytes(spec.workers))
@@ -54,7 +76,7 @@ class Crew:
         """
         if self.supervisor is None:
             supervisor = Supervisor(
-                _pickled(self._spec_of(i, rows.get(i)) for i in range(len(self.lines))),
+                pickled(self._spec_of(i, rows.get(i)) for i in range(len(self.lines))),
                 lines=self.lines,
                 budget=self._spec.budget,
                 roster=self.roster,
@@ -93,14 +115,12 @@ class Crew:
 
     def release(self) -> None:
         """Give the lines back, and remove the directory."""
-        for line in self.lines:
-            self._spec.budget.release(line)
-        if self._replay is not None:
-            _lines_in_use.get(self._replay, set()).difference_update(self.lines)
+        self._claimed.release()
         self._remove()
 
 
-def _pickled(specs: Iterable[WorkerSpec]) -> list[bytes]:
+def pickled(specs: Iterable[object]) -> list[bytes]:
+    """What goes to the workers. Raises InvalidArgument where it cannot."""
     import cloudpickle
 
     try:

@@ -1,4 +1,4 @@
-"""What iterating a ``MultiCollector`` gives: three ways in which batches come back from its workers."""
+"""What iterating a collector of many workers gives: three ways in which batches come back from its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.supervisor import Delivery, Supervisor
+from millpond.collect.supervision import Delivery, Supervision
 from millpond.core.errors import BufferClosed
 
 _SLICE_S = 0.1
@@ -32,7 +32,7 @@ class Harvest(Protocol):
 class Written:
     """Workers write into replay: None for each batch."""
 
-    def __init__(self, supervisor: Supervisor, budget: FrameBudget) -> None:
+    def __init__(self, supervisor: Supervision, budget: FrameBudget) -> None:
         self._supervisor, self._budget = supervisor, budget
         self._seen = 0
 
@@ -59,7 +59,7 @@ class Written:
 class HandedOver:
     """Workers run ahead by two batches each: the next batch of whichever has one."""
 
-    def __init__(self, supervisor: Supervisor, budget: FrameBudget, first: Sequence[TensorDict] = ()) -> None:
+    def __init__(self, supervisor: Supervision, budget: FrameBudget, first: Sequence[TensorDict] = ()) -> None:
         self._supervisor, self._budget = supervisor, budget
         self._settled: deque[TensorDict] = deque(first)
 
@@ -74,7 +74,8 @@ class HandedOver:
 
     def _next_delivery(self) -> Delivery | None:
         try:
-            return self._supervisor.deliveries.get(timeout=_SLICE_S)
+            delivery: Delivery = self._supervisor.deliveries.get(timeout=_SLICE_S)
+            return delivery
         except queue.Empty:
             return None
 
@@ -91,7 +92,7 @@ class Rounds:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        supervisor: Supervision,
         budget: FrameBudget,
         *,
         frames_per_batch: int,
@@ -149,7 +150,7 @@ class Rounds:
 class Stopped:
     """Is set when the workers are told to stop, so that a write of the collector's own ends too."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervision) -> None:
         self._supervisor = supervisor
 
     def is_set(self) -> bool:
@@ -157,20 +158,20 @@ class Stopped:
         return self._supervisor.stopping
 
 
-def refuse_ended(supervisor: Supervisor) -> None:
+def refuse_ended(supervisor: Supervision) -> None:
     """Raises WorkerFailed if a worker raised, or too many died; BufferClosed if the collector is being closed."""
     raise_failure(supervisor)
     if supervisor.stopping:
         raise BufferClosed("this collector was closed")
 
 
-def raise_failure(supervisor: Supervisor) -> None:
+def raise_failure(supervisor: Supervision) -> None:
     """Raises WorkerFailed if a worker raised, or too many died."""
     if supervisor.failure is not None:
         raise supervisor.failure
 
 
-def over(supervisor: Supervisor, budget: FrameBudget) -> bool:
+def over(supervisor: Supervision, budget: FrameBudget) -> bool:
     """Everything is collected, or nobody is left to collect. Raises what ``refuse_ended`` raises."""
     refuse_ended(supervisor)
     return budget.finished or supervisor.ended

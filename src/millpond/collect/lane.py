@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
-from millpond.collect.budget import FrameBudget
+from millpond.collect.budget import Span
 from millpond.collect.rollout import Rollout
 from millpond.core.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from millpond.core.roles import CancelEvent
-from millpond.weights import WeightBoard
+from millpond.weights import Weights
+
+
+class Account(Protocol):
+    """Where a lane's frames are reserved and counted: the ``FrameBudget``, or what stands for it far from it."""
+
+    def reserve_span(self, frames: int, *, worker: int, multiple_of: int) -> Span: ...
+
+    def intend(self, worker: int, *, frames: int, receipt: int) -> None: ...
+
+    def commit(self, worker: int, *, frames: int) -> None: ...
+
+    def refund(self, worker: int, *, frames: int) -> object: ...
 
 
 class Lane:
@@ -25,18 +37,19 @@ class Lane:
     def __init__(
         self,
         rollout: Rollout,
-        budget: FrameBudget,
+        budget: Account,
         *,
         line: int,
         frames_per_batch: int,
         random_frames: int = 0,
-        weights: WeightBoard | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.rollout, self.budget, self.line = rollout, budget, line
         self.frames_per_batch, self.random_frames, self.weights = frames_per_batch, random_frames, weights
         self.granted = 0  # frames reserved for the batch that is in the making, or made
         self.dropped = 0  # frames that the buffer refused under "drop_newest"
         self._random = 0
+        self._number = 0  # of the receipt for this batch, where somebody else numbers them
         self._made: TensorDict | None = None
         self._receipt: int | None = None  # the last number that we left in the buffer
 
@@ -60,9 +73,12 @@ class Lane:
         self.begin(span.frames, random_frames=max(0, self.random_frames - span.first))
         return span.frames > 0
 
-    def begin(self, granted: int, *, random_frames: int) -> None:
-        """The next batch has ``granted`` frames, reserved by somebody for this line; weights are pulled now."""
-        self.granted, self._random = granted, random_frames
+    def begin(self, granted: int, *, random_frames: int, receipt: int = 0) -> None:
+        """The next batch has ``granted`` frames, reserved by somebody for this line; weights are pulled now.
+
+        ``receipt`` is the number under which it is to be written, from one who knows the last; 0: one more than that.
+        """
+        self.granted, self._random, self._number = granted, random_frames, receipt
         if granted and self.weights is not None:
             self.rollout.version = self.weights.pull(self.rollout.policy)
 
@@ -97,8 +113,8 @@ class Lane:
 
     def _intend(self, replay: Any, frames: int) -> int:
         """Note what is about to be written; the number of its receipt, 0 where the buffer gives none."""
-        if not hasattr(replay, "receipt"):
-            return 0
+        if self._number or not hasattr(replay, "receipt"):
+            return self._number
         last: int = replay.receipt(self.line)
         if self._receipt not in (None, last):
             raise InvalidArgument(f"another collector writes to this buffer on line {self.line}; share one FrameBudget")

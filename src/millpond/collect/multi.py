@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
-import time
-from collections.abc import Iterator, Mapping
 from multiprocessing import get_context, set_forkserver_preload
 from typing import Any, Literal, get_args
 
-from tensordict import TensorDict
-
 from millpond.collect.budget import FrameBudget
-from millpond.collect.collector import Layout, check_layout, check_policy
-from millpond.collect.crew import Crew
-from millpond.collect.harvest import HandedOver, Harvest, Rounds, Written, over, raise_failure
-from millpond.collect.roster import STATES
-from millpond.collect.supervisor import Supervisor
-from millpond.collect.workers import Duty, WorkerSpec
-from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument
-from millpond.core.roles import CancelEvent
-from millpond.envs.make import check_portable
-from millpond.replay.waiting import check_timeout
+from millpond.collect.collector import Layout
+from millpond.collect.crew import ProcessCrew
+from millpond.collect.team import TeamCollector, plan
+from millpond.core.errors import InvalidArgument
 from millpond.weights import WeightBoard
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
-logger = logging.getLogger("millpond.collect")
-_ANSWER_S = 30.0  # how long a paused worker may take to tell its state
-_SLICE_S = 0.005
 _PRELOAD = ["millpond.collect.workers"]  # and with it torch, TensorDict and Gymnasium: a new worker then starts at once
 
 
-class MultiCollector:
+class MultiCollector(TeamCollector):
     """Collects frames in ``num_workers`` processes, each with ``num_envs`` environments and a copy of the policy.
 
     There are three ways to use it. ``start()`` with a ``replay``: the workers write directly into it, which is shared
@@ -74,228 +58,26 @@ class MultiCollector:
         keep_float64: bool = False,
         start_method: StartMethod = "forkserver",
     ) -> None:
-        check_policy(policy, weights)
-        check_portable(env, workers=num_workers)
-        time_ = check_layout(layout, frames_per_batch, num_envs, budget.total if budget else total_frames)
-        if max_restarts < 0:
-            raise InvalidArgument(f"max_restarts must be at least 0, not {max_restarts}")
         if start_method not in get_args(StartMethod):
             raise InvalidArgument(f"start_method must be one of {get_args(StartMethod)}, not {start_method!r}")
-        self.replay, self.sync = replay, sync
-        if start_method == "forkserver":  # no effect on a fork server that runs already
-            set_forkserver_preload(_PRELOAD)
-        if replay is not None and not sync:
-            if not hasattr(replay, "receipt"):
-                raise InvalidArgument(f"worker processes cannot count what they write into a {type(replay).__name__}")
-            replay.share()
-        self.budget, self._owns_budget = budget or FrameBudget(total_frames), budget is None
-        duty: Duty = "obey" if sync else "hand_over" if replay is None else "write"
-        self._spec = WorkerSpec(
-            workers=num_workers,
-            duty=duty,
-            env=env,
-            policy=policy,
-            num_envs=num_envs,
+        spec = plan(
+            env,
+            policy,
+            num_workers=num_workers,
             frames_per_batch=frames_per_batch,
+            num_envs=num_envs,
+            sync=sync,
             layout=layout,
+            replay=replay,
+            weights=weights,
+            budget=budget,
+            total_frames=total_frames,
+            max_restarts=max_restarts,
+            seed=seed,
             random_frames=random_frames,
             keep_float64=keep_float64,
-            seed=seed,
-            budget=self.budget,
-            weights=weights,
-            replay=replay if duty == "write" else None,
         )
-        self._crew = Crew(self._spec, replay=replay, context=get_context(start_method), max_restarts=max_restarts)
-        self._multiple_of = time_ or 1
-        self._harvest: Harvest | None = None
-        self._loaded: Mapping[str, Any] = {"workers": [], "batches": []}
-        self._final: dict[str, Any] | None = None  # the statistics, once closed
-
-    # ------------------------------------------------------------------ running
-    def start(self) -> None:
-        """Start the workers, if they are not started yet, and return at once. They write into ``replay``.
-
-        Raises:
-            InvalidArgument: there is no ``replay``, or ``sync`` is set, so that somebody must iterate; or something
-                cannot travel to the workers.
-            BufferClosed: the collector was closed.
-        """
-        if self._spec.duty != "write":
-            raise InvalidArgument("start() needs replay=… and sync=False; otherwise iterate over the collector")
-        self._launch()
-
-    def _launch(self) -> tuple[Supervisor, Harvest]:
-        if self._final is not None:
-            raise BufferClosed("this collector was closed")
-        supervisor = self._crew.launch(dict(enumerate(self._loaded["workers"])))
-        if self._harvest is None:
-            self._harvest = self._new_harvest(supervisor)
-        return supervisor, self._harvest
-
-    def _new_harvest(self, supervisor: Supervisor) -> Harvest:
-        spec = self._spec
-        if spec.duty == "write":
-            return Written(supervisor, self.budget)
-        if spec.duty == "hand_over":
-            return HandedOver(supervisor, self.budget, first=self._loaded["batches"])
-        return Rounds(
-            supervisor,
-            self.budget,
-            frames_per_batch=spec.frames_per_batch,
-            multiple_of=self._multiple_of,
-            random_frames=spec.random_frames,
-            replay=self.replay,
-        )
-
-    def __iter__(self) -> Iterator[TensorDict | None]:
-        return self
-
-    def __next__(self) -> TensorDict | None:
-        """The next batch, in memory of its own; None where it went into ``replay``.
-
-        Raises:
-            WorkerFailed: a worker raised, or more died than may be replaced.
-            BufferClosed: the collector was closed.
-        """
-        _, harvest = self._launch()
-        return harvest.next()
-
-    def check(self) -> None:
-        """Raises WorkerFailed, with the worker's traceback, if the collection has failed; else does nothing."""
-        if self._crew.supervisor is not None:
-            raise_failure(self._crew.supervisor)
-
-    def wait(self, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> bool:
-        """Wait until everything is collected, or the replay was closed. False: not within ``timeout`` seconds.
-
-        Raises:
-            WorkerFailed: the collection failed.
-            Cancelled: ``cancel_event`` was set.
-        """
-        supervisor, _ = self._launch()
-        return self.budget.wait_until(lambda: over(supervisor, self.budget), timeout=timeout, cancel_event=cancel_event)
-
-    # ------------------------------------------------------------------ pausing
-    def pause(self, *, timeout: float | None = None) -> None:
-        """Let every worker finish its batch, hand it over and rest. Returns when all of them do, and all is counted.
-
-        A worker that waits for space in the replay keeps its batch, and writes it after ``resume()``.
-
-        Raises:
-            DeadlineExceeded: not within ``timeout`` seconds; the workers still pause, and ``resume()`` works.
-            WorkerFailed: the collection failed.
-        """
-        deadline = time.monotonic() + check_timeout(timeout)
-        number, supervisor = self._crew.roster.pause(), self._crew.supervisor
-        if supervisor is None or self._harvest is None:
-            return
-        while active := self._active(supervisor, number):
-            raise_failure(supervisor)
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"after {timeout} s these workers did not pause: {', '.join(active)}")
-            time.sleep(_SLICE_S)
-        self._harvest.settle()
-
-    def _active(self, supervisor: Supervisor, pause: int) -> list[str]:
-        lines = self._crew.roster.lines
-        return [
-            f"{seat.worker} ({STATES[lines[seat.worker].state]})"
-            for seat in supervisor.seats
-            if not seat.ended and lines[seat.worker].paused != pause
-        ]
-
-    def resume(self) -> None:
-        """Go on after ``pause()``, also after one that timed out."""
-        self._crew.roster.resume()
-
-    # ------------------------------------------------------------------ looking
-    @property
-    def collected_frames(self) -> int:
-        """Frames collected by everybody who shares the budget, earlier parts of the run included."""
-        return self._final["collected_frames"] if self._final else self.budget.collected
-
-    @property
-    def written_frames(self) -> int:
-        """Frames that this collector wrote into ``replay``."""
-        written: int = self.stats()["written_frames"]
-        return written
-
-    def stats(self) -> dict[str, Any]:
-        """Counters; ``workers`` has an entry for each: id, pid, state, frames, last_step_age_s, restarts, and why."""
-        if self._final is not None:
-            return self._final
-        crew = self._crew
-        counted = crew.roster.stats(self.budget, crew.lines, crew.deaths())
-        written = sum(worker["frames"] for worker in counted["workers"]) if self.replay is not None else 0
-        quarantine = list(crew.supervisor.quarantine) if crew.supervisor is not None else []
-        return {**counted, "written_frames": written, "quarantine": quarantine}
-
-    # ------------------------------------------------------------------ saving and ending
-    def state_dict(self) -> dict[str, Any]:
-        """What another collector needs to go on. Pauses the workers for it, if they are not paused."""
-        states: dict[int, Any] = dict(enumerate(self._loaded["workers"]))
-        batches, crew = list(self._loaded["batches"]), self._crew
-        if crew.supervisor is not None and self._harvest is not None and self._final is None:
-            was_pausing = crew.roster.pausing
-            self.pause()
-            states, batches = _ask(crew.supervisor), self._harvest.waiting()
-            if not was_pausing:
-                self.resume()
-        return {
-            "collected_frames": self.collected_frames,
-            "lives": [line.lives for line in crew.roster.lines],
-            "workers": [states.get(i) for i in range(len(crew.lines))],
-            "batches": batches,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved. Before the workers are started only.
-
-        Raises:
-            InvalidArgument: the collector has started, or its budget has.
-        """
-        crew = self._crew
-        if crew.supervisor is not None:
-            raise InvalidArgument("a collector that has started cannot load what another one saved")
-        self.budget.restore(state["collected_frames"])
-        lives = max(state["lives"], default=0)
-        for line in crew.roster.lines:
-            line.lives = lives
-        if len(state["workers"]) > len(crew.lines):
-            logger.warning(
-                "%d workers were saved, there are %d: what the others had collected and not handed over is lost",
-                *(len(state["workers"]), len(crew.lines)),
-            )
-        self._loaded = state
-
-    def close(self) -> None:
-        """End the workers, within 10 s whatever they do, and remove what was made here. Closing twice is fine."""
-        if self._final is not None or not self._crew.ours:
-            return
-        self._crew.stop()
-        self._final = self.stats()
-        self._crew.release()
-        if self._owns_budget:
-            self.budget.close()
-
-    def __enter__(self) -> MultiCollector:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _ask(supervisor: Supervisor) -> dict[int, dict[str, Any]]:
-    """The states of all workers, which are paused."""
-    asked = [seat.worker for seat in supervisor.seats if supervisor.ask(seat.worker)]
-    states: dict[int, dict[str, Any]] = {}
-    end = time.monotonic() + _ANSWER_S
-    while len(states) < len(asked):
-        raise_failure(supervisor)
-        with contextlib.suppress(queue.Empty):
-            worker, state = supervisor.states.get(timeout=0.1)
-            states[worker] = state
-        if time.monotonic() > end:
-            missing = sorted(set(asked) - set(states))
-            raise DeadlineExceeded(f"workers {missing} did not tell their state within {_ANSWER_S:.0f} s")
-    return states
+        if start_method == "forkserver":  # no effect on a fork server that runs already
+            set_forkserver_preload(_PRELOAD)
+        crew = ProcessCrew(spec, replay=replay, context=get_context(start_method), max_restarts=max_restarts)
+        super().__init__(spec, crew, replay=replay, owns_budget=budget is None)

@@ -11,16 +11,38 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from millpond.collect.rows import DONE, EPISODE, REWARD, STEP, TERMINATED, TRUNCATED, VERSION, Rows, transition_fields
+from millpond.collect.rows import (
+    DONE,
+    EPISODE,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TRUNCATED,
+    VERSION,
+    Block,
+    Key,
+    rows_for,
+    transition_fields,
+)
 from millpond.core.errors import InvalidArgument, NonFinite, SchemaMismatch
 from millpond.envs.autoreset import Step, Stepper
-from millpond.envs.spaces import nested
+from millpond.envs.spaces import Leaf, nested
 
 Mask = npt.NDArray[np.bool_]
 RANDOM = -1  # the policy version of a random action: no weights had a part in it
+RECENT = 32  # episodes, and transitions in quarantine, that are remembered
 PATIENCE = 1000  # steps in a row that one environment may give nothing but NaN
 _ORIGIN_BITS, _INCARNATION_BITS, _COUNT_BITS = 15, 12, 36
 _HUGE = 1e37  # squares that sum to less contain neither NaN nor infinity
+
+
+class _Seen(NamedTuple):
+    """A part of the observation, and where it is kept."""
+
+    leaf: Leaf
+    key: Key
+    next_key: Key
+    floating: bool
 
 
 class Quarantined(NamedTuple):
@@ -36,23 +58,25 @@ class Tally:
 
     def __init__(self, num_envs: int) -> None:
         self.quarantined = self.unbootstrappable = self.resets = self.episodes = 0
-        self.recent: deque[Quarantined] = deque(maxlen=32)
-        self.finished: deque[tuple[float, int]] = deque(maxlen=32)  # return, length
-        self._return = np.zeros(num_envs)
+        self.recent: deque[Quarantined] = deque(maxlen=RECENT)
+        self.finished: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return, length
+        self.returns = np.zeros(num_envs)
 
     def count(self, step: Step, steps: npt.NDArray[np.int64]) -> None:
         """One step of all environments; ``steps``: the number of each within its episode, from 0."""
-        self._return += step.reward
+        self.returns += step.reward
         if step.stored is not None:
-            self.resets += int(np.count_nonzero(~step.stored))
-            self._return[~step.stored] = 0.0
+            resets = (~step.stored).nonzero()[0]
+            self.resets += len(resets)
+            self.returns[resets] = 0.0
         if step.lost is not None:
             self.unbootstrappable += int(np.count_nonzero(step.lost))
         if step.ended is not None:
-            for i in np.flatnonzero(step.ended)[-32:]:
-                self.finished.append((float(self._return[i]), int(steps[i]) + 1))
-            self.episodes += int(np.count_nonzero(step.ended))
-            self._return[step.ended] = 0.0
+            ended = step.ended.nonzero()[0]
+            latest = ended[-RECENT:]
+            self.finished.extend(zip(self.returns[latest].tolist(), (steps[latest] + 1).tolist(), strict=True))
+            self.episodes += len(ended)
+            self.returns[ended] = 0.0
 
 
 class EpisodeIds:
@@ -77,7 +101,8 @@ class Rollout:
 
     ``policy`` maps a TensorDict with ``observation`` to one with ``action``; None acts randomly. Weights are not its
     matter: set ``version`` to the number of those that the policy holds. ``seed`` decides environments, random actions
-    and, where it can be reseeded, the policy; None takes one from the system.
+    and, where it can be reseeded, the policy; None takes one from the system. ``frames`` is how many one ``collect``
+    asks for, with ``time`` in sequences of so many.
     """
 
     def __init__(
@@ -85,7 +110,7 @@ class Rollout:
         stepper: Stepper,
         policy: Any = None,
         *,
-        columns: int,
+        frames: int,
         time: int | None = None,
         origin: int = 0,
         incarnation: int = 0,
@@ -94,7 +119,7 @@ class Rollout:
     ) -> None:
         self.stepper, self.policy, n = stepper, policy, stepper.num_envs
         fields = transition_fields(stepper.observation_leaves, stepper.action_leaves, keep_float64=keep_float64)
-        self.rows = Rows(fields, num_envs=n, columns=columns, time=time)
+        self.rows = rows_for(fields, num_envs=n, frames=frames, time=time)
         self.tally = Tally(n)
         self.version = RANDOM if policy is None else 0
         self._origin, self._seed = origin, seed
@@ -104,7 +129,11 @@ class Rollout:
         self._sick = False  # was anything quarantined in the step before?
         self._streak = np.zeros(n, np.int64)  # how many steps in a row were quarantined
         self._observation: Any = None  # what to act on; None before the first step
-        self._floats = [leaf for leaf in stepper.observation_leaves if leaf.dtype.kind == "f"]
+        self._seen = [
+            _Seen(leaf, ("observation", *leaf.key), ("next", "observation", *leaf.key), leaf.dtype.kind == "f")
+            for leaf in stepper.observation_leaves
+        ]
+        self._acts = [(leaf, ("action", *leaf.key)) for leaf in stepper.action_leaves]
 
     def collect(self, frames: int, *, random_frames: int = 0, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Step until ``frames`` frames can be taken, the first ``random_frames`` of them with random actions.
@@ -125,81 +154,86 @@ class Rollout:
 
     # ------------------------------------------------------------------ one step
     def _begin(self) -> None:
-        environment, action, policy = self._seeds
-        self.stepper.env.action_space.seed(action)
-        if hasattr(self.policy, "reseed"):
-            self.policy.reseed(policy)
-        self._observation = self.stepper.reset(seed=environment)
+        self._seed_draws()
+        self._observation = self.stepper.reset(seed=self._seeds[0])
         self._check_shapes(self._observation)
         self._episode = self._ids.take(self.stepper.num_envs)
 
+    def _seed_draws(self) -> None:
+        _, action, policy = self._seeds
+        self.stepper.env.action_space.seed(action)
+        if hasattr(self.policy, "reseed"):
+            self.policy.reseed(policy)
+
     def _advance(self, random: int) -> None:
-        rows, stepper = self.rows, self.stepper
-        at = rows.open()
-        arrays = rows.arrays  # after `open`, which may have made larger ones
-        for leaf in stepper.observation_leaves:
-            arrays["observation", *leaf.key][:, at] = leaf.of(self._observation)
-        self._look_at(("observation",), self._observation, at)
-        step = stepper.step(self._act(at, random))
-        for leaf in stepper.observation_leaves:
-            arrays["next", "observation", *leaf.key][:, at] = leaf.of(step.next_observation)
-        arrays[REWARD][:, at, 0] = step.reward
-        arrays[TERMINATED][:, at, 0] = step.terminated
-        arrays[TRUNCATED][:, at, 0] = step.truncated
-        np.logical_or(step.terminated, step.truncated, out=arrays[DONE][:, at, 0])
-        arrays[EPISODE][:, at, 0] = self._episode
-        arrays[STEP][:, at, 0] = self._step
+        rows, stepper, observation = self.rows, self.stepper, self._observation
+        block = rows.open()
+        for seen in self._seen:
+            values = seen.leaf.of(observation)
+            block[seen.key][...] = values
+            if seen.floating:
+                self._look(values, seen.key, block)
+        step = stepper.step(self._act(block, random))
+        for seen in self._seen:
+            values = seen.leaf.of(step.next_observation)
+            block[seen.next_key][...] = values
+            if seen.floating:
+                self._look(values, seen.next_key, block)
+        block[REWARD][...] = step.reward
+        block[TERMINATED][...] = step.terminated
+        block[TRUNCATED][...] = step.truncated
+        np.logical_or(step.terminated, step.truncated, out=block[DONE])
+        block[EPISODE][...] = self._episode
+        block[STEP][...] = self._step
         if step.lost is not None:
-            self._mark_lost(step.lost, at)
-        self._look_at(("next", "observation"), step.next_observation, at)
-        self._look(step.reward, REWARD, at)
+            self._mark_lost(step.lost, block)
+        self._look(step.reward, REWARD, block)
         self.tally.count(step, self._step)
         bad = self._judge(step) if self._suspects or self._sick else None
         rows.close(step.stored if bad is None else ~bad if step.stored is None else step.stored & ~bad)
         self._number(step, bad)
         self._observation = stepper.advance()
 
-    def _act(self, at: int, random: int) -> Any:
-        """Actions for all environments, in the structure that they take, written into column ``at``."""
-        rows, stepper = self.rows, self.stepper
-        arrays, n = rows.arrays, stepper.num_envs
+    def _act(self, block: Block, random: int) -> Any:
+        """Actions for all environments, in the structure that they take, written into ``block``."""
+        space, n = self.stepper.env.action_space, self.stepper.num_envs
         if self.policy is None or random >= n:
-            actions = stepper.env.action_space.sample()
-            for leaf in stepper.action_leaves:
-                arrays["action", *leaf.key][:, at] = leaf.of(actions)
-            arrays[VERSION][:, at] = RANDOM
+            actions = space.sample()
+            for leaf, key in self._acts:
+                block[key][...] = leaf.of(actions)
+            block[VERSION][...] = RANDOM
             return actions
-        self._ask_policy(at)
-        arrays[VERSION][:, at] = self.version
+        self._ask_policy(block)
+        block[VERSION][...] = self.version
         if random or self._suspects:  # no environment must see NaN: neither the policy's, nor an answer to NaN
             redo = _any([mask for _, mask in self._suspects], np.arange(n) < random)
-            sample = stepper.env.action_space.sample()
-            for leaf in stepper.action_leaves:
-                arrays["action", *leaf.key][redo, at] = leaf.of(sample)[redo]
-            arrays[VERSION][redo, at] = RANDOM
-        return nested({leaf.key: arrays["action", *leaf.key][:, at].copy() for leaf in stepper.action_leaves})
+            sample = space.sample()
+            for leaf, key in self._acts:
+                block[key][redo] = leaf.of(sample)[redo]
+            block[VERSION][redo] = RANDOM
+        return nested({leaf.key: block[key].copy() for leaf, key in self._acts})
 
-    def _ask_policy(self, at: int) -> None:
-        rows, stepper, n = self.rows, self.stepper, self.stepper.num_envs
-        for leaf in self._floats if self._suspects else ():
-            rows.arrays["observation", *leaf.key][_any([mask for _, mask in self._suspects]), at] = 0
-        columns = {leaf.key: rows.tensors["observation", *leaf.key][:, at] for leaf in stepper.observation_leaves}
-        seen = nested({key: column.contiguous() for key, column in columns.items()})  # networks like that better
+    def _ask_policy(self, block: Block) -> None:
+        n = self.stepper.num_envs
+        if self._suspects:
+            for seen in self._seen:
+                if seen.floating:
+                    block[seen.key][_any([mask for _, mask in self._suspects])] = 0
+        # contiguous, which networks like better
+        columns = {s.leaf.key: torch.from_numpy(np.ascontiguousarray(block[s.key])) for s in self._seen}
         with torch.inference_mode():
-            given = self.policy(TensorDict({"observation": seen}, batch_size=[n]))
-        for leaf in stepper.action_leaves:
-            key = ("action", *leaf.key)
+            given = self.policy(TensorDict({"observation": nested(columns)}, batch_size=[n]))
+        for leaf, key in self._acts:
             action = _action(given, key, (n, *leaf.shape))
-            rows.arrays[key][:, at] = action
+            block[key][...] = action
             if leaf.dtype.kind == "f":
-                self._look(action, key, at)
+                self._look(action, key, block)
 
-    def _mark_lost(self, lost: Mask, at: int) -> None:
+    def _mark_lost(self, lost: Mask, block: Block) -> None:
         """The final observation is unknown: nobody may bootstrap from this row, or see another episode in it."""
-        arrays = self.rows.arrays
-        arrays[TERMINATED][lost, at] = True
-        for leaf in self.stepper.observation_leaves:
-            arrays["next", "observation", *leaf.key][lost, at] = arrays["observation", *leaf.key][lost, at]
+        block[TERMINATED][lost] = True
+        for seen in self._seen:
+            block[seen.next_key][lost] = block[seen.key][lost]
 
     def _number(self, step: Step, bad: Mask | None) -> None:
         """Number the next step of every environment.
@@ -217,19 +251,14 @@ class Rollout:
                 self._step[step.ended] = 0
 
     # ------------------------------------------------------------------ what is not finite
-    def _look_at(self, prefix: tuple[str, ...], observation: Any, at: int) -> None:
-        """Suspect the rows of column ``at`` whose observation is not finite."""
-        for leaf in self._floats:
-            self._look(leaf.of(observation), (*prefix, *leaf.key), at)
-
-    def _look(self, values: Any, key: tuple[str, ...], at: int) -> None:
+    def _look(self, values: Any, key: Key, block: Block) -> None:
         """``values`` are what was written into the field ``key``; their sum of squares tells whether all is well."""
         flat = np.ravel(values, order="K")
         if flat.itemsize < 4 or not np.vdot(flat, flat) < _HUGE:  # (halves overflow)
-            self._look_closely(key, at)
+            self._look_closely(key, block)
 
-    def _look_closely(self, key: tuple[str, ...], at: int) -> None:
-        values = self.rows.arrays[key][:, at]
+    def _look_closely(self, key: Key, block: Block) -> None:
+        values = block[key]
         bad: Mask = np.asarray(~np.isfinite(values.reshape(len(values), -1)).all(1))
         if bad.any():
             self._suspects.append(("/".join(key), bad))
@@ -264,25 +293,44 @@ class Rollout:
                 raise SchemaMismatch(f"{name}: the environment returned shape {shape}, its space says {expected}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The frames that are collected and not taken. Their open episodes are closed as truncated in the copy: the
-        environments themselves cannot be saved, so nobody could continue them."""
-        state = self.rows.state_dict()
-        closed = Rows(self.rows.fields, num_envs=self.rows.num_envs, columns=max(1, self.rows.column))
-        closed.load_state_dict(state)
-        closed.truncate(np.ones(self.rows.num_envs, bool))
-        return closed.state_dict()
+        """The frames that are collected and not taken, and the worlds, where they can be saved.
+
+        The open episodes of those that cannot are closed as truncated in the copy: nobody could continue them.
+        """
+        worlds = self.stepper.state_dict() if self._observation is not None else None
+        state = self.rows.state_dict(close=worlds is None)
+        if worlds is not None:
+            mine = {"episode": self._episode, "step": self._step, "streak": self._streak, "return": self.tally.returns}
+            state["worlds"] = {**worlds, **{name: value.copy() for name, value in mine.items()}}
+        return state
 
     def load_state_dict(self, state: dict[str, Any] | None, *, incarnation: int) -> None:
-        """Hold the frames that were saved, if any, and number episodes as the life that ``incarnation`` tells.
+        """Hold the frames that were saved, if any, and number new episodes as the life that ``incarnation`` tells.
+
+        Saved worlds go on where they were, with new draws of the policy's; where these cannot, their open episodes end
+        as truncated.
 
         Raises:
             InvalidArgument: they do not fit, or steps were made already.
         """
         if self._observation is not None:
             raise InvalidArgument("a collector that has begun cannot load what another one saved")
-        if state is not None:
-            self.rows.load_state_dict(state)
         self._live(incarnation)
+        if state is None:
+            return
+        self.rows.load_state_dict(state)
+        worlds = state.get("worlds")
+        if worlds is None:
+            return
+        if not self.stepper.load_state_dict(worlds):
+            self.rows.truncate(np.ones(self.stepper.num_envs, bool))
+            return
+        self._seed_draws()
+        self._observation = self.stepper.advance()
+        self._check_shapes(self._observation)
+        for name, mine in (("episode", self._episode), ("step", self._step), ("streak", self._streak)):
+            mine[...] = worlds[name]
+        self.tally.returns[...] = worlds["return"]
 
     def _live(self, incarnation: int) -> None:
         """Each life has episode ids and seeds of its own."""

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.rollout import Tally
+from millpond.collect.rollout import RECENT, Tally
 from millpond.shm import identity
 
 STATES = ("starting", "collecting", "writing", "waiting", "paused", "finished", "failed", "dead")
 STARTING, COLLECTING, WRITING, WAITING, PAUSED, FINISHED, FAILED, DEAD = range(len(STATES))
 _STOP, _PAUSE, _FIRST = 0, 1, 16
-RECENT = 32  # episodes whose return and length are kept
 _PID, _STARTED, _STATE, _LIVES, _STEPPED, _HELD, _VERSION, _PAUSED = range(8)  # words of a line
 _QUARANTINED, _LOST, _RESETS, _DROPPED, _EPISODES = range(8, 13)
 _COUNTED = (_QUARANTINED, _LOST, _RESETS, _DROPPED, _EPISODES)  # these go on where an earlier life ended
@@ -112,6 +111,18 @@ class WorkerLine:
     def touch(self) -> None:
         """A step was made."""
         self.words[_STEPPED] = time.monotonic_ns()
+
+    def told(self) -> tuple[int, bytes]:
+        """This line, to be carried to another process: the clock here, and the words."""
+        return time.monotonic_ns(), self.words.tobytes()
+
+    def hear(self, said: tuple[int, bytes]) -> None:
+        """Say what that line said; which pause is whose business stays as it is here."""
+        now, words = said
+        paused = self.paused
+        self.words[:] = memoryview(words).cast("q")
+        self.words[_STEPPED] += time.monotonic_ns() - now
+        self.paused = paused
 
     def report(self, tally: Tally, *, held: int, dropped: int, version: int) -> None:
         """What was counted since ``enter``."""

@@ -1,7 +1,7 @@
-"""The rows of a rollout while it grows: one array ``[num_envs, columns, …]`` per field, one column per step.
+"""The rows of a rollout while it grows: one array per field, into which each step of all environments is written.
 
-Rows that are no transitions (the reset rows of some environments, rows with NaN) leave holes, which a mask notes; what
-is taken out has none. Rows that exceed what is taken stay for the next batch.
+Some rows are no transitions: the reset rows of some environments, rows with NaN. What is taken out has none of them.
+Rows that exceed what is taken stay for the next batch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ Array = npt.NDArray[Any]
 REWARD, DONE = ("next", "reward"), ("next", "done")
 TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
 VERSION, EPISODE, STEP = ("policy_version",), ("episode_id",), ("step",)
+Block = dict[Key, Array]  # where one step of all environments is written: [num_envs, …], without the 1 of _FIXED
+_FEW = 6  # rows that are moved sooner one by one
+_KEPT = 256  # views that are kept, since making them anew takes as long as a small step
 _FIXED: dict[Key, type] = {
     REWARD: np.float32,
     DONE: np.bool_,
@@ -64,14 +67,165 @@ def transition_fields(
     ]
 
 
-class Rows:
-    """Rows of ``num_envs`` environments, in the order in which they were stepped.
+class FlatRows:
+    """Rows one after the other, by step and, within a step, in an order that may change where some are no transitions.
 
-    With ``time=None`` batches are flat, ``[frames]``, each environment's rows side by side; else they are sequences,
-    ``[items, time]``, each of one environment.
+    What is taken is a part of the arrays themselves, without a copy. There is room for a batch of ``frames`` and one
+    step, and no more, so that many environments find it in the caches; what is left over is moved to the front.
     """
 
-    def __init__(self, fields: Sequence[RowField], *, num_envs: int, columns: int, time: int | None = None) -> None:
+    time = None
+
+    def __init__(self, fields: Sequence[RowField], *, num_envs: int, frames: int) -> None:
+        self.num_envs, self.fields = num_envs, tuple(fields)
+        self._start = self._end = self._taken = 0
+        self._arrays: dict[Key, Array] = {}
+        self._everybody = np.arange(num_envs, dtype=np.int32)
+        self._env = np.empty(0, np.int32)  # which environment a row is of
+        self._allocate(frames + num_envs)
+
+    def _allocate(self, size: int) -> None:
+        old, rows = self._arrays, slice(self._start, self._end)
+        self._size = size
+        self._arrays = {f.key: np.zeros((size, *f.shape), f.dtype) for f in self.fields}
+        env = np.zeros(size, np.int32)
+        for key, array in old.items():
+            self._arrays[key][: self.held] = array[rows]
+        env[: self.held] = self._env[rows]
+        self._env, self._end, self._start = env, self.held, 0
+        self._tensors = {key: torch.from_numpy(array) for key, array in self._arrays.items()}
+        self._written = {key: array[:, 0] if key in _FIXED else array for key, array in self._arrays.items()}
+        self._blocks: dict[int, Block] = {}  # by the row where they begin
+        self._batches: dict[tuple[int, int], TensorDict] = {}  # by their first row, and their size
+
+    # ------------------------------------------------------------------ growing
+    def open(self) -> Block:
+        """Where the next step is to be written."""
+        if self._end + self.num_envs > self._size:
+            self._make_room()
+        block = self._blocks.get(self._end)
+        if block is None:
+            if len(self._blocks) >= _KEPT:
+                self._blocks.clear()
+            rows = slice(self._end, self._end + self.num_envs)
+            block = {key: array[rows] for key, array in self._written.items()}
+            self._blocks[self._end] = block
+        return block
+
+    def _make_room(self) -> None:
+        if self.held + self.num_envs > self._size:
+            self._allocate(2 * self._size)
+            return
+        for array in (*self._arrays.values(), self._env):
+            array[: self.held] = array[self._start : self._end]
+        self._start, self._end = 0, self.held
+
+    def close(self, valid: Mask | None) -> None:
+        """The step is written; ``valid`` says which of its rows are transitions, None that all are."""
+        rows = slice(self._end, self._end + self.num_envs)
+        self._env[rows] = self._everybody
+        if valid is None:
+            self._end += self.num_envs
+            return
+        left = int(np.count_nonzero(valid))
+        holes, last = (~valid[:left]).nonzero()[0], left + valid[left:].nonzero()[0]
+        if len(holes):
+            self._fill(self._end + holes, self._end + last)
+        self._end += left
+
+    def _fill(self, holes: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
+        if len(holes) > _FEW:
+            for array in (*self._arrays.values(), self._env):
+                array[holes] = array[last]
+            return
+        for hole, row in zip(holes.tolist(), last.tolist(), strict=True):
+            for array in (*self._arrays.values(), self._env):
+                array[hole] = array[row]
+
+    @property
+    def available(self) -> int:
+        """Frames that can be taken."""
+        return self._end - self._start
+
+    @property
+    def held(self) -> int:
+        """Frames that are here."""
+        return self._end - self._start
+
+    def truncate(self, envs: Mask) -> None:
+        """Mark the last row of these environments as truncated, where it is still here and no end already."""
+        _truncate_flat({key: array[self._start : self._end] for key, array in self._arrays.items()}, self._of, envs)
+
+    @property
+    def _of(self) -> npt.NDArray[np.int32]:
+        return self._env[self._start : self._end]
+
+    # ------------------------------------------------------------------ taking
+    def first(self, frames: int) -> TensorDict:
+        """The oldest ``frames`` frames, in the store's own memory. They stay until ``drop``, and are valid until then.
+
+        Raises:
+            InvalidArgument: there are fewer.
+        """
+        _refuse_excess(frames, self.available)
+        self._taken = frames
+        batch = self._batches.get((self._start, frames))
+        if batch is None:
+            if len(self._batches) >= _KEPT:
+                self._batches.clear()
+            rows = slice(self._start, self._start + frames)
+            tensors = {key: tensor[rows] for key, tensor in self._tensors.items()}
+            batch = self._batches[self._start, frames] = TensorDict(nested(tensors), batch_size=[frames])
+        return batch
+
+    def drop(self) -> None:
+        """Remove what the last ``first`` gave."""
+        self._start += self._taken
+        self._taken = 0
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    # ------------------------------------------------------------------ saving
+    def state_dict(self, *, close: bool = False) -> dict[str, Any]:
+        """What is here and not taken yet. ``close``: with the last row of every environment truncated."""
+        arrays = {key: array[self._start : self._end].copy() for key, array in self._arrays.items()}
+        if close:
+            _truncate_flat(arrays, self._of, np.ones(self.num_envs, bool))
+        named = {"/".join(key): array for key, array in arrays.items()}
+        return {"num_envs": self.num_envs, "env": self._of.copy(), "arrays": named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what was saved.
+
+        Raises:
+            InvalidArgument: it is of another number of environments, of other fields, or of another layout.
+        """
+        env, arrays = np.asarray(_saved(state, "env")), state["arrays"]
+        _refuse_others(state, self.num_envs, self._arrays)
+        self._start = self._end = 0
+        if len(env) + self.num_envs > self._size:
+            self._allocate(len(env) + self.num_envs)
+        for key, array in self._arrays.items():
+            array[: len(env)] = arrays["/".join(key)]
+        self._env[: len(env)] = env
+        self._end = len(env)
+
+
+def _truncate_flat(arrays: dict[Key, Array], env: npt.NDArray[np.int32], envs: Mask) -> None:
+    last = np.full(len(envs), -1)
+    last[env] = np.arange(len(env))  # of those of one environment the last one stays
+    rows = last[envs & (last >= 0)]
+    rows = rows[~arrays[DONE][rows, 0]]
+    arrays[TRUNCATED][rows] = arrays[DONE][rows] = True
+
+
+class SequenceRows:
+    """Rows of sequences, ``[items, time]``, each of one environment. One column for each step.
+
+    Rows that are no transitions leave holes, which a mask notes.
+    """
+
+    def __init__(self, fields: Sequence[RowField], *, num_envs: int, columns: int, time: int) -> None:
         self.num_envs, self.time = num_envs, time
         self.fields = tuple(fields)
         self.arrays: dict[Key, Array] = {}
@@ -93,18 +247,15 @@ class Rows:
         self._valid = valid
         self.tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
         self._flat = {key: tensor.flatten(0, 1) for key, tensor in self.tensors.items()}
-        self._all = self._tensordict(self._flat if self.time is None else self.tensors)
-
-    def _tensordict(self, tensors: dict[Key, torch.Tensor]) -> TensorDict:
-        dims = 1 if self.time is None else 2
-        return TensorDict(nested(tensors), batch_size=next(iter(tensors.values())).shape[:dims])
+        self._all = _sequences(self.tensors)
 
     # ------------------------------------------------------------------ growing
-    def open(self) -> int:
-        """The column to write the next step into."""
+    def open(self) -> Block:
+        """Where the next step is to be written."""
         if self.column == self.columns:
             self._allocate(2 * self.columns)
-        return self.column
+        at = self.column
+        return {key: a[:, at, 0] if key in _FIXED else a[:, at] for key, a in self.arrays.items()}
 
     def close(self, valid: Mask | None) -> None:
         """The column is written; ``valid`` says which of its rows are transitions, None that all are."""
@@ -118,9 +269,7 @@ class Rows:
 
     @property
     def available(self) -> int:
-        """Frames that can be taken: of sequences, those of complete ones."""
-        if self.time is None:
-            return self._rows
+        """Frames that can be taken: those of complete sequences."""
         if not self._holes:
             return self.num_envs * (self.column // self.time) * self.time
         return int((self._counts() // self.time).sum()) * self.time
@@ -136,11 +285,7 @@ class Rows:
 
     def truncate(self, rows: Mask) -> None:
         """Mark the last row of these environments as truncated, where it is still here and no end already."""
-        here = self._valid[:, : self.column] & rows[:, None]
-        for i in np.flatnonzero(here.any(1)):
-            last = int(np.flatnonzero(here[i])[-1])
-            if not self.arrays[DONE][i, last, 0]:
-                self.arrays[TRUNCATED][i, last] = self.arrays[DONE][i, last] = True
+        _truncate_columns(self.arrays, self._valid[:, : self.column], rows)
 
     # ------------------------------------------------------------------ taking
     def first(self, frames: int) -> TensorDict:
@@ -149,16 +294,15 @@ class Rows:
         Raises:
             InvalidArgument: there are fewer.
         """
-        if not 0 < frames <= self.available:
-            raise InvalidArgument(f"{frames} frames cannot be taken: {self.available} are there")
+        _refuse_excess(frames, self.available)
         self._chosen = None
-        if not self._holes and frames == self._rows and self.column == (self.time or self.column):
+        if not self._holes and frames == self._rows and self.column == self.time:
             return self._everything()
-        self._chosen = self._first_rows(frames) if self.time is None else self._first_sequences(frames // self.time)
-        shape = (frames,) if self.time is None else (frames // self.time, self.time)
+        self._chosen = self._first_sequences(frames // self.time)
+        shape = (frames // self.time, self.time)
         env, column = np.nonzero(self._chosen)
         index = torch.from_numpy(env * self.columns + column)
-        return self._tensordict({key: t.index_select(0, index).unflatten(0, shape) for key, t in self._flat.items()})
+        return _sequences({key: t.index_select(0, index).unflatten(0, shape) for key, t in self._flat.items()})
 
     def drop(self) -> None:
         """Remove what the last ``first`` gave."""
@@ -170,18 +314,10 @@ class Rows:
     def _everything(self) -> TensorDict:
         if self.column == self.columns:
             return self._all
-        cut = {key: tensor[:, : self.column] for key, tensor in self.tensors.items()}
-        return self._tensordict({key: t.flatten(0, 1) if self.time is None else t for key, t in cut.items()})
-
-    def _first_rows(self, frames: int) -> Mask:
-        """By step, then by environment: what exceeds ``frames`` is the end of the last step."""
-        by_step = self._valid[:, : self.column].T.copy()
-        by_step.reshape(-1)[np.flatnonzero(by_step)[frames:]] = False
-        return by_step.T
+        return _sequences({key: tensor[:, : self.column] for key, tensor in self.tensors.items()})
 
     def _first_sequences(self, items: int) -> Mask:
         """Every environment's first sequence, then every second one, and so on."""
-        assert self.time is not None
         complete = self._counts() // self.time
         wanted = np.zeros_like(complete)
         while items:
@@ -206,23 +342,23 @@ class Rows:
         self._holes = not self._valid[:, :columns].all()
 
     # ------------------------------------------------------------------ saving
-    def state_dict(self) -> dict[str, Any]:
-        """What is here and not taken yet."""
-        columns = self.column
-        arrays = {"/".join(key): array[:, :columns].copy() for key, array in self.arrays.items()}
-        return {"valid": self._valid[:, :columns].copy(), "arrays": arrays}
+    def state_dict(self, *, close: bool = False) -> dict[str, Any]:
+        """What is here and not taken yet. ``close``: with the last row of every environment truncated."""
+        valid = self._valid[:, : self.column].copy()
+        arrays = {key: array[:, : self.column].copy() for key, array in self.arrays.items()}
+        if close:
+            _truncate_columns(arrays, valid, np.ones(self.num_envs, bool))
+        named = {"/".join(key): array for key, array in arrays.items()}
+        return {"num_envs": self.num_envs, "valid": valid, "arrays": named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what was saved.
 
         Raises:
-            InvalidArgument: it is of another number of environments, or of other fields.
+            InvalidArgument: it is of another number of environments, of other fields, or of another layout.
         """
-        valid, arrays = np.asarray(state["valid"], bool), state["arrays"]
-        if valid.shape[0] != self.num_envs:
-            raise InvalidArgument(f"the saved rows are of {valid.shape[0]} environments, there are {self.num_envs}")
-        if set(arrays) != {"/".join(key) for key in self.arrays}:
-            raise InvalidArgument(f"the saved rows have the fields {sorted(arrays)}")
+        valid, arrays = np.asarray(_saved(state, "valid"), bool), state["arrays"]
+        _refuse_others(state, self.num_envs, self.arrays)
         columns = valid.shape[1]
         if columns > self.columns:
             self._allocate(columns)
@@ -231,3 +367,43 @@ class Rows:
         self._valid[:] = True
         self._valid[:, :columns] = valid
         self.column, self._rows, self._holes = columns, int(valid.sum()), not valid.all()
+
+
+def _truncate_columns(arrays: dict[Key, Array], valid: Mask, envs: Mask) -> None:
+    rows = np.flatnonzero(valid.any(1) & envs)
+    last = valid.shape[1] - 1 - valid[rows, ::-1].argmax(1) if len(rows) else rows
+    still_open = ~arrays[DONE][rows, last, 0]
+    rows, last = rows[still_open], last[still_open]
+    arrays[TRUNCATED][rows, last] = arrays[DONE][rows, last] = True
+
+
+def _sequences(tensors: dict[Key, torch.Tensor]) -> TensorDict:
+    return TensorDict(nested(tensors), batch_size=next(iter(tensors.values())).shape[:2])
+
+
+def _refuse_excess(frames: int, available: int) -> None:
+    if not 0 < frames <= available:
+        raise InvalidArgument(f"{frames} frames cannot be taken: {available} are there")
+
+
+def _saved(state: dict[str, Any], name: str) -> Any:
+    if name not in state:
+        raise InvalidArgument("the saved rows are of another layout")
+    return state[name]
+
+
+def _refuse_others(state: dict[str, Any], num_envs: int, arrays: dict[Key, Array]) -> None:
+    if state["num_envs"] != num_envs:
+        raise InvalidArgument(f"the saved rows are of {state['num_envs']} environments, there are {num_envs}")
+    if set(state["arrays"]) != {"/".join(key) for key in arrays}:
+        raise InvalidArgument(f"the saved rows have the fields {sorted(state['arrays'])}")
+
+
+Rows = FlatRows | SequenceRows
+
+
+def rows_for(fields: Sequence[RowField], *, num_envs: int, frames: int, time: int | None) -> Rows:
+    """Rows for batches of ``frames`` frames: flat ones, or sequences of ``time``."""
+    if time is None:
+        return FlatRows(fields, num_envs=num_envs, frames=frames)
+    return SequenceRows(fields, num_envs=num_envs, columns=time, time=time)

@@ -19,10 +19,12 @@ from typing import Any
 from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.mailbox import Format, Mailbox
+from millpond.collect.mailbox import Mailbox
+from millpond.collect.parcel import Format
 from millpond.collect.roster import DEAD, FAILED, FINISHED, Roster
+from millpond.collect.supervision import KEPT_EVENTS, told
 from millpond.collect.workers import run
-from millpond.core.errors import BufferClosed, MillpondError, WorkerFailed
+from millpond.core.errors import WorkerFailed
 from millpond.shm import identity
 
 logger = logging.getLogger("millpond.collect")
@@ -240,7 +242,7 @@ class Supervisor:
         elif what == "state":
             self.states.put((seat.worker, *details))
         elif what == "quarantined":
-            self.quarantine = [*self.quarantine, *_told(seat.worker, details[0])][-128:]
+            self.quarantine = [*self.quarantine, *told(seat.worker, details[0])][-KEPT_EVENTS:]
         elif what == "failed":
             summary, trace = details
             self._roster.lines[seat.worker].state = FAILED
@@ -330,30 +332,8 @@ def _kill_group(seat: Seat) -> None:
         seat.process.kill()  # it may not have come so far as to have a group of its own
 
 
-def _told(worker: int, events: Sequence[Any]) -> list[tuple[int, str, int, int]]:
-    """(worker, key, environment, step) of transitions that were not stored; the first ones are logged."""
-    for key, env, step in events[:3]:
-        logger.warning(
-            "worker %d: %s is not finite in environment %d, step %d of its episode; the transition is not stored",
-            *(worker, key, env, step),
-        )
-    return [(worker, *event) for event in events]
-
-
 def _open_mailbox(path: Path, form: Format) -> Mailbox:
     """Both sides have it mapped from now on; the name is needed no longer."""
     mailbox = Mailbox(path, form, create=False)
     path.unlink()
     return mailbox
-
-
-def receipts_of(replay: Any) -> Callable[[int], int | None]:
-    """How to ask a buffer for a worker's last receipt; None where it cannot tell any more."""
-
-    def receipt(line: int) -> int | None:
-        try:
-            return int(replay.receipt(line))
-        except (MillpondError, BufferClosed):
-            return None
-
-    return receipt if replay is not None else lambda line: None

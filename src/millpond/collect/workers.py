@@ -19,14 +19,16 @@ from typing import Any, Literal
 import torch
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.collector import check_layout, columns_for
+from millpond.collect.collector import check_layout
 from millpond.collect.lane import Lane
-from millpond.collect.mailbox import SLOTS, Format, Mailbox
+from millpond.collect.mailbox import SLOTS, Mailbox
+from millpond.collect.parcel import Format
 from millpond.collect.rollout import Rollout
 from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
 from millpond.core.errors import BufferClosed
 from millpond.envs.autoreset import Stepper
-from millpond.envs.make import make
+from millpond.envs.make import World, make
+from millpond.envs.threads import share_cores
 from millpond.shm import identity
 from millpond.shm.mapped import map_file
 from millpond.weights import WeightBoard
@@ -58,6 +60,30 @@ class WorkerSpec:
     directory: Path = Path()
     first_life: int = 0
     rows: dict[str, Any] | None = None  # what an earlier run had collected and not handed over, for the first life
+
+
+def furnish(spec: WorkerSpec, *, life: int, total_frames: int) -> tuple[World, Rollout]:
+    """The environments of a worker in its ``life``, and the rollout in them.
+
+    The workers of a collector share the cores of their host: each takes its part of them for batched environments,
+    unless the user has set ``MILLPOND_ENV_THREADS``.
+    """
+    share_cores(spec.workers)
+    env = make(spec.env, num_envs=spec.num_envs, worker=spec.worker)
+    time_ = check_layout(spec.layout, spec.frames_per_batch, env.num_envs, total_frames)
+    rollout = Rollout(
+        Stepper(env),
+        spec.policy,
+        frames=spec.frames_per_batch,
+        time=time_,
+        origin=spec.line,
+        incarnation=life,
+        seed=spec.seed,
+        keep_float64=spec.keep_float64,
+    )
+    if spec.rows is not None and life == spec.first_life:
+        rollout.load_state_dict(spec.rows, incarnation=life)
+    return env, rollout
 
 
 class CollectorGone(Exception):
@@ -121,23 +147,9 @@ class Worker:
         self.roster = Roster(map_file(spec.directory / "roster"), workers=spec.workers)
         self.me = self.roster.lines[spec.worker]
         life = self.me.enter()
-        self._env = env = make(spec.env, num_envs=spec.num_envs, worker=spec.worker)
-        time_ = check_layout(spec.layout, spec.frames_per_batch, env.num_envs, self.budget.total)
-        rollout = Rollout(
-            Stepper(env),
-            spec.policy,
-            columns=columns_for(spec.frames_per_batch, env.num_envs, time_),
-            time=time_,
-            origin=spec.line,
-            incarnation=life,
-            seed=spec.seed,
-            keep_float64=spec.keep_float64,
-        )
-        if spec.rows is not None and life == spec.first_life:
-            rollout.rows.load_state_dict(spec.rows)
-        self.rollout = rollout
+        self._env, self.rollout = furnish(spec, life=life, total_frames=self.budget.total)
         self.lane = Lane(
-            rollout,
+            self.rollout,
             spec.budget,
             line=spec.line,
             frames_per_batch=spec.frames_per_batch,
@@ -147,7 +159,7 @@ class Worker:
         self._free = list(range(SLOTS))
         self._seen = 0  # quarantined rows that were told
         if spec.duty != "write":
-            form = Format(rollout.rows.fields, spec.frames_per_batch, time_)
+            form = Format(self.rollout.rows.fields, spec.frames_per_batch, self.rollout.rows.time)
             path = spec.directory / f"mailbox-{spec.worker}-{life}"
             self._mailbox = Mailbox(path, form, create=True)
             connection.send(("mailbox", path, form))

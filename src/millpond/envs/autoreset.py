@@ -8,6 +8,7 @@ environment resets it, here by ``reset(options={"reset_mask": ended})``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -90,7 +91,7 @@ class Stepper:
     """
 
     def __init__(self, env: World) -> None:
-        self.env = env
+        self.env: Any = env
         self.num_envs = env.num_envs
         self.mode = autoreset_mode(env)
         self.observation_leaves = leaves(env.single_observation_space, "observation")
@@ -138,6 +139,34 @@ class Stepper:
             self._to_reset = None
         return self._observation
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the next steps depend on, between ``advance`` and ``step``; None where ``env`` cannot tell it.
+
+        An environment can that has ``state_dict`` and ``load_state_dict``, as the batched ones have.
+        """
+        if not _can_be_saved(self.env):
+            return None
+        resetting = np.zeros(self.num_envs, bool) if self._resetting is None else self._resetting
+        observation = {"/".join(leaf.key): np.array(leaf.of(self._observation)) for leaf in self.observation_leaves}
+        return {"env": self.env.state_dict(), "resetting": resetting.copy(), "observation": observation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on where ``state_dict`` was called. False, and nothing changed: ``env`` cannot.
+
+        Raises:
+            InvalidArgument: the state of other environments.
+        """
+        if not _can_be_saved(self.env):
+            return False
+        self.env.load_state_dict(state["env"])
+        resetting = np.asarray(state["resetting"], bool)
+        self._resetting = resetting.copy() if resetting.any() else None
+        self._to_reset = None
+        self._observation = nested(
+            {leaf.key: state["observation"]["/".join(leaf.key)] for leaf in self.observation_leaves}
+        )
+        return True
+
     def _with_final(self, observation: Any, ended: Mask, info: dict[str, Any]) -> Any:
         """A copy of ``observation`` with the final one in the rows that ended."""
         for name in ("final_obs", "final_observation"):
@@ -152,6 +181,10 @@ class Stepper:
             f"info has neither 'final_obs' nor 'final_observation' for environments {np.flatnonzero(ended).tolist()}. "
             "If it has none to give, say so with millpond.envs.declare(env, final_observation=False)"
         )
+
+
+def _can_be_saved(env: Any) -> bool:
+    return callable(getattr(env, "state_dict", None)) and callable(getattr(env, "load_state_dict", None))
 
 
 def _merge(leaf: Leaf, observation: Any, final: Any, ended: Mask) -> npt.NDArray[Any]:

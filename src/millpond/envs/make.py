@@ -10,6 +10,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from millpond.core.errors import InvalidArgument, InvalidType
+from millpond.envs.backends import EnvPoolEnv, backend_of, check_backend
 from millpond.envs.catalogue import make_batched
 
 World = VectorEnv[Any, Any, Any]
@@ -28,7 +29,8 @@ def make(
     ``env`` is one of:
 
     * an id, such as ``"Hopper-v5"``, made with ``kwargs``; where there is a batched version (``make_batched``) it is
-      that one, and where its maker has a vectorised version, and there are no ``kwargs``, that;
+      that one, and where its maker has a vectorised version, and there are no ``kwargs``, that; ``"envpool:Ant-v4"`` is
+      EnvPool's, with the ``kwargs`` of ``envpool.make``;
     * a vector environment, returned as it is: it brings its own ``num_envs``;
     * one environment, for ``num_envs=1``;
     * a factory without arguments that makes one environment (it is called ``num_envs`` times) or a vector environment;
@@ -61,6 +63,9 @@ def check_portable(env: Any, *, workers: int) -> None:
         InvalidType: an environment that exists here already, or none at all.
     """
     if isinstance(env, str):
+        if backend_of(env) is not None:
+            check_backend(env)
+            return
         try:
             _registered(env)
         except (gymnasium.error.Error, ImportError) as problem:
@@ -108,6 +113,9 @@ def _registered(env_id: str) -> Any:
 
 
 def _from_id(env_id: str, num_envs: int, kwargs: dict[str, Any]) -> World:
+    if backend_of(env_id) is not None:
+        check_backend(env_id)
+        return EnvPoolEnv(env_id, num_envs, **kwargs)
     try:
         spec = _registered(env_id)
         if "render_mode" not in kwargs:  # who renders wants one environment, to step as it likes

@@ -12,8 +12,9 @@ from gymnasium.spaces import Box
 from millpond.core.errors import InvalidArgument
 from millpond.envs.batched import Array, Mask
 from millpond.envs.mujoco_tasks import Floats, Task
-from millpond.envs.physics import BatchPhysics, ContactPhysics, Ids, Physics, default_threads, load_model
+from millpond.envs.physics import BatchPhysics, ContactPhysics, Ids, Physics, load_model
 from millpond.envs.streams import Streams
+from millpond.envs.threads import default_threads
 
 HealthCheck = Literal["env_step", "physics_step"]
 

@@ -73,6 +73,10 @@ class Moments:
             squares[part] += apart * apart * (self.count * (other.count / count))
         return Moments(count, mean, squares)
 
+    def part(self, numbers: slice) -> Moments:
+        """Of some of the numbers of each vector."""
+        return Moments(self.count, self.mean[numbers], self.squares[numbers])
+
     @property
     def variance(self) -> Floats:
         """Ones where fewer than two vectors were seen."""
@@ -245,6 +249,46 @@ def _remove(path: Path, owner: int) -> None:
         remove_directory(path)
 
 
+class FloatingParts:
+    """Where the floating numbers of an observation lie, put end to end: ``[n, size]``.
+
+    Raises:
+        InvalidArgument: there are none.
+    """
+
+    def __init__(self, space: Space[Any]) -> None:
+        self.leaves = leaves(space)
+        self.parts: dict[Key, slice] = {}
+        self.size = 0
+        for leaf in self.leaves:
+            if leaf.dtype.kind == "f":
+                size = int(np.prod(leaf.shape))
+                self.parts[leaf.key] = slice(self.size, self.size + size)
+                self.size += size
+        if not self.size:
+            raise InvalidArgument(f"nothing to normalise in {space}: no floating numbers")
+
+    def check(self, statistics: RunningStatistics) -> None:
+        """Raises InvalidArgument where these are of other observations."""
+        if statistics.size != self.size:
+            raise InvalidArgument(f"statistics of {statistics.size} numbers, but observations have {self.size}")
+
+    def flat(self, observation: Any, n: int) -> Floats:
+        """The numbers of n observations."""
+        parts = [np.asarray(leaf.of(observation)).reshape(n, -1) for leaf in self.leaves if leaf.key in self.parts]
+        return np.concatenate(parts, axis=1)
+
+    def new(self, observation: Any, n: int, mask: Any) -> Floats:
+        """Those that a reset made: where ``mask`` says, or everywhere."""
+        flat = self.flat(observation, n)
+        return flat if mask is None else flat[mask]
+
+    def seen(self, observation: Any, n: int, info: Mapping[str, Any]) -> Floats:
+        """Those that a step showed, final ones included."""
+        final = [one for one in info.get("final_obs", ()) if one is not None]
+        return np.concatenate([self.flat(observation, n), *(self.flat(one, 1) for one in final)])
+
+
 class Normalizer(nn.Module):
     """``(x - mean) / sqrt(variance + epsilon)``, clipped to ±``clip``, by statistics that stay as they are.
 
@@ -290,6 +334,37 @@ class NormalizedPolicy(nn.Module):
         self.policy.reseed(seed)  # type: ignore[operator]
 
 
+class ObservedEnv(VectorWrapper):
+    """A vector environment whose observations pass as they are, while ``statistics`` learn from the floating ones.
+
+    Every observation counts once, final ones included, so the three autoreset modes give the same statistics. It can be
+    saved if ``env`` can.
+
+    Raises:
+        InvalidArgument: no floating observation, statistics of another size, or no autoreset mode.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], statistics: RunningStatistics) -> None:
+        super().__init__(env)
+        autoreset_mode(env)
+        self.statistics, self._floats = statistics, FloatingParts(env.single_observation_space)
+        self._floats.check(statistics)
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(env, name):
+                setattr(self, name, getattr(env, name))
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        mask = (options or {}).get("reset_mask")  # looked up first: some environments take it out of the options
+        observation, info = self.env.reset(seed=seed, options=options)
+        self.statistics.update(self._floats.new(observation, self.num_envs, mask))
+        return observation, info
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        self.statistics.update(self._floats.seen(observation, self.num_envs, info))
+        return observation, reward, terminated, truncated, info
+
+
 class NormalizedEnv(VectorWrapper):
     """A vector environment whose floating observations are normalised, as float32, and clipped to ±``clip``.
 
@@ -314,21 +389,12 @@ class NormalizedEnv(VectorWrapper):
         super().__init__(env)
         autoreset_mode(env)
         self.epsilon, self.clip, self.update = _checked_epsilon(epsilon), _checked_clip(clip), update
-        self._all = leaves(env.single_observation_space)
-        self._parts: dict[Key, slice] = {}
-        at = 0
-        for leaf in self._all:
-            if leaf.dtype.kind == "f":
-                size = int(np.prod(leaf.shape))
-                self._parts[leaf.key] = slice(at, at + size)
-                at += size
-        if not at:
-            raise InvalidArgument(f"nothing to normalise in {env.single_observation_space}: no floating numbers")
-        if statistics is not None and statistics.size != at:
-            raise InvalidArgument(f"statistics of {statistics.size} numbers, but observations have {at}")
+        self._floats = FloatingParts(env.single_observation_space)
+        if statistics is not None:
+            self._floats.check(statistics)
         self.single_observation_space = self._normalized_space(env.single_observation_space)
         self._owned = statistics is None
-        self.statistics = RunningStatistics(at) if statistics is None else statistics
+        self.statistics = RunningStatistics(self._floats.size) if statistics is None else statistics
 
     def _normalized_space(self, space: Space[Any]) -> Space[Any]:
         if isinstance(space, spaces.Dict):
@@ -346,43 +412,36 @@ class NormalizedEnv(VectorWrapper):
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         mask = (options or {}).get("reset_mask")  # looked up first: some environments take it out of the options
         observation, info = self.env.reset(seed=seed, options=options)
-        known = self._count([self._flat(observation) if mask is None else self._flat(observation)[mask]])
+        known = self._count(self._floats.new(observation, self.num_envs, mask))
         return self._normalized(observation, known), info
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(actions)
-        final, seen = info.get("final_obs", ()), [self._flat(observation)]
-        ended = [i for i, one in enumerate(final) if one is not None]
-        seen += [self._flat(final[i], batched=False) for i in ended]
-        known = self._count(seen)
-        if ended:
+        known = self._count(self._floats.seen(observation, self.num_envs, info))
+        final = info.get("final_obs", ())
+        if any(one is not None for one in final):
             shown = np.empty(len(final), object)  # of None
-            for i in ended:
-                shown[i] = self._normalized(final[i], known)
+            for i, one in enumerate(final):
+                if one is not None:
+                    shown[i] = self._normalized(one, known)
             info = {**info, "final_obs": shown}
         return self._normalized(observation, known), reward, terminated, truncated, info
 
-    def _count(self, seen: list[Floats]) -> Moments:
-        return self.statistics.update(np.concatenate(seen)) if self.update else self.statistics.moments()
-
-    def _flat(self, observation: Any, *, batched: bool = True) -> Floats:
-        """``[n, size]``; of one observation ``[1, size]``."""
-        n = self.num_envs if batched else 1
-        parts = [np.asarray(leaf.of(observation)).reshape(n, -1) for leaf in self._all if leaf.key in self._parts]
-        return np.concatenate(parts, axis=1)
+    def _count(self, seen: Floats) -> Moments:
+        return self.statistics.update(seen) if self.update else self.statistics.moments()
 
     def _normalized(self, observation: Any, known: Moments) -> Any:
         scale = 1 / np.sqrt(known.variance + self.epsilon)
 
         def one(leaf: Leaf) -> Any:
             value = leaf.of(observation)
-            part = self._parts.get(leaf.key)
+            part = self._floats.parts.get(leaf.key)
             if part is None:
                 return value
             apart = (np.asarray(value) - known.mean[part].reshape(leaf.shape)) * scale[part].reshape(leaf.shape)
             return np.clip(apart, -self.clip, self.clip).astype(np.float32)
 
-        return nested({leaf.key: one(leaf) for leaf in self._all})
+        return nested({leaf.key: one(leaf) for leaf in self._floats.leaves})
 
     def close(self, **kwargs: Any) -> None:
         """Close the environment, and the statistics if they were made here."""

@@ -5,7 +5,6 @@ A simulation costs the bytes of its row and of the results that are asked for, a
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ Ids = npt.NDArray[np.integer[Any]]
 Array = npt.NDArray[Any]
 _STATE = mujoco.mjtState
 _FULL = int(_STATE.mjSTATE_INTEGRATION)  # everything that the next step depends on, the warm start included
-VARIABLE = "MILLPOND_ENV_THREADS"  # set where several processes share the cores: each then takes so many threads
 _CHUNK = 8  # simulations that a thread takes at once: few, so that the threads finish together
 
 
@@ -46,20 +44,6 @@ class Physics(Protocol):
         """Step these simulations, or all. ``ids`` ascend."""
 
     def close(self) -> None: ...
-
-
-def default_threads() -> int:
-    """``$MILLPOND_ENV_THREADS``, or as many as this process may use cores.
-
-    Raises:
-        InvalidArgument: the variable is no positive number.
-    """
-    wanted = os.environ.get(VARIABLE)
-    if wanted is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not wanted.isdecimal() or int(wanted) < 1:
-        raise InvalidArgument(f"{VARIABLE}={wanted!r}: must be a number of threads, at least 1")
-    return int(wanted)
 
 
 class BatchPhysics:

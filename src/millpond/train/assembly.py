@@ -19,9 +19,10 @@ from millpond.core.roles import Algorithm
 from millpond.core.schema import Schema
 from millpond.core.spec import EnvSpec
 from millpond.envs import Stepper, env_spec, make
+from millpond.envs.normalize import ObservedEnv, RunningStatistics
 from millpond.flow.limiter import Flow
 from millpond.replay import ReplayBuffer
-from millpond.train.algorithms import make_algorithm
+from millpond.train.normalizing import algorithm_of, statistics_size
 from millpond.train.settings import EnvSettings, Settings
 from millpond.weights import WeightBoard
 
@@ -98,6 +99,8 @@ class Parts:
     collector: Any = None  # Collector | MultiCollector
     board: WeightBoard | None = None
     budget: FrameBudget | None = None
+    statistics: RunningStatistics | None = None
+    """What all environments have shown, where observations are normalised."""
     _closing: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -107,10 +110,15 @@ class Parts:
         Raises:
             InvalidArgument, OutOfMemory: the settings cannot work. Nothing is left behind.
         """
-        world = look_at_world(settings.env)
-        algorithm = make_algorithm(settings.algorithm, world.spec, seed=settings.seed, device=settings.learner.device)
-        parts = cls(settings, world, algorithm, make_replay(settings, world.schema))
-        parts._closing.callback(parts.replay.close)
+        world, device = look_at_world(settings.env), settings.learner.device
+        with ExitStack() as closing:
+            statistics = None
+            if settings.normalize_observations:
+                statistics = closing.enter_context(RunningStatistics(statistics_size(world.spec)))
+            algorithm = algorithm_of(settings, world.spec, statistics=statistics, device=device)
+            parts = cls(settings, world, algorithm, make_replay(settings, world.schema), statistics=statistics)
+            closing.callback(parts.replay.close)
+            parts._closing = closing.pop_all()
         return parts
 
     # ------------------------------------------------------------------ collecting
@@ -128,7 +136,7 @@ class Parts:
             "seed": settings.seed,
             "random_frames": settings.collect.random_frames,
         }
-        env = _factory(settings.env, settings.envs_per_worker)
+        env = _factory(settings.env, settings.envs_per_worker, self.statistics)
         try:
             if settings.synchronous:
                 self.collector = Collector(env, self.algorithm.policy, **arguments)
@@ -191,7 +199,13 @@ def acting_copy(policy: nn.Module, *, device: str) -> nn.Module:
     return copy.to("cpu")
 
 
-def _factory(env: EnvSettings, num_envs: int) -> Any:
+def _factory(env: EnvSettings, num_envs: int, statistics: RunningStatistics | None) -> Any:
+    if statistics is not None:
+        return functools.partial(_observed, env, num_envs, statistics)
     if not env.kwargs:
         return env.id
     return functools.partial(make, env.id, num_envs=num_envs, kwargs=env.kwargs)
+
+
+def _observed(env: EnvSettings, num_envs: int, statistics: RunningStatistics) -> ObservedEnv:
+    return ObservedEnv(make(env.id, num_envs=num_envs, kwargs=env.kwargs), statistics)

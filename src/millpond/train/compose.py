@@ -25,7 +25,10 @@ from millpond.train.settings import Settings
 
 _GROUPS = ("algorithm", "execution", "logger", "profile")
 # What a resumed run cannot change: its checkpoint would mean something else.
-_FIXED = ("algorithm", "env", "execution", "profile", "seed", "run_dir", "replay.capacity", "replay.layout")
+_FIXED = (
+    *("algorithm", "env", "execution", "profile", "seed", "normalize_observations"),
+    *("run_dir", "replay.capacity", "replay.layout"),
+)
 
 
 def settings_from_overrides(overrides: Sequence[str]) -> Settings:

@@ -110,6 +110,7 @@ class Settings:
     collectors: int
     envs_per_collector: int
     seed: int
+    normalize_observations: bool
     run_dir: str | None
     resume: str | None
     dry_run: bool

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from millpond.weights.board import WeightBoard
+from millpond.weights.snapshot import Snapshot, Weights
 
-__all__ = ["WeightBoard"]
+__all__ = ["Snapshot", "WeightBoard", "Weights"]

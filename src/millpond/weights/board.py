@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from millpond.shm import identity
 from millpond.shm.locks import make_event, make_lock
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
 from millpond.weights.layout import Layout, Source
+from millpond.weights.snapshot import Snapshot
 
 _MUTEX, _EVENT, _WORDS, _BLOCKS = 0, 128, 192, 4096  # byte offsets
 _COMMIT, _CLOSED, _OWNER, _STARTED, _BEGUN, _VERSION = 0, 1, 2, 3, 4, 6  # 64-bit words; the last two are pairs
@@ -190,6 +192,16 @@ class WeightBoard:
         if module is not None:
             self._held[module] = version
         return version
+
+    def snapshot(self) -> Snapshot:
+        """The version in force, as bytes that can go to other hosts.
+
+        Raises:
+            BufferClosed: this object was closed.
+        """
+        block = self._attached()
+        copy = np.zeros(block.layout.nbytes, np.uint8)
+        return Snapshot(block.read(block.layout.views(copy, 0)), block.layout.to_json(), copy)
 
     def wait_for(self, version: int, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> int:
         """Wait until ``version`` or a later one is in force, and return the one that is.

@@ -1,0 +1,213 @@
+"""The actors of a ``RayCollector``, looked after by one thread in its process.
+
+All frames are reserved and counted here: an actor gets an order for frames that are reserved already, and its answer
+says what came of them. So nobody elsewhere needs the budget. Two orders are under way at a time, so that an actor need
+not wait for the next. Of one that died the receipts in the replay tell which of its orders were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from millpond.collect.actor import CollectActor, Home
+from millpond.collect.berth import Berth, Parcel
+from millpond.collect.post import CONTROL, KILL_S, Carrier, Post, bury
+from millpond.collect.roster import Roster
+from millpond.collect.station import Station
+from millpond.collect.supervision import KEPT_EVENTS, receipts_of
+from millpond.collect.workers import WorkerSpec
+from millpond.core.errors import InvalidArgument, WorkerFailed
+from millpond.remote.cluster import ray
+
+logger = logging.getLogger("millpond.collect")
+_AHEAD = 2  # orders under way, and batches that nobody has taken
+_TICK_S = 0.1  # how often what cannot notify is looked at
+_CLOSE_S = 2.0  # how long environments may take to be closed
+
+
+class Fleet:
+    """Runs one ``CollectActor`` per spec until ``stop``.
+
+    ``spec`` says what all of them do, ``specs`` are the pickled ones. ``options`` are Ray's. As ``Supervisor`` else.
+
+    Raises:
+        TypeError, ValueError: Ray does not take these options.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        specs: Sequence[bytes],
+        *,
+        lines: Sequence[int],
+        roster: Roster,
+        options: Mapping[str, Any],
+        max_restarts: int,
+    ) -> None:
+        self.deliveries: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.quarantine: list[Any] = []
+        self.failure: WorkerFailed | None = None
+        self.budget, self.options = spec.budget, dict(options)
+        self.carrier = Carrier(spec.weights)
+        self.surroundings = (None if spec.weights is None else pickle.dumps(spec.weights), Home.here())
+        flow = getattr(spec.replay, "flow", None)
+        dropping = flow is not None and flow.admission == "drop_newest"
+        self.ahead = 1 if dropping else _AHEAD  # a receipt tells what was written, not what was dropped before it
+        self._class = ray().remote(concurrency_groups={CONTROL: 1})(CollectActor).options(**options)
+        self._roster, self._max_restarts = roster, max_restarts
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.put = self._events.put
+        self._word, self._said = 0, (0, False)  # what the actors were told: to pause, to stop
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        receipt = receipts_of(spec.replay)
+        self.seats = [Berth(i, spec, line=line, budget=spec.budget, receipt=receipt) for i, line in enumerate(lines)]
+        self._stations = [
+            Station(self, berth, spec=specs[berth.worker], line=roster.lines[berth.worker]) for berth in self.seats
+        ]
+        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
+
+    def start(self) -> None:
+        """Start the workers; returns at once."""
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """No worker runs, and none will be started."""
+        return all(berth.ended for berth in self.seats)
+
+    @property
+    def stopping(self) -> bool:
+        """The workers are told to end."""
+        return self._roster.stopping
+
+    def order(self, worker: int, frames: int, random_frames: int) -> None:
+        """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
+        self.put(functools.partial(self.seats[worker].want, frames, random_frames))
+
+    def ask(self, worker: int) -> bool:
+        """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
+        station = self._stations[worker]
+        if station.berth.ended or station.post is None:
+            return False
+        self.put(station.ask_state)
+        return True
+
+    def stop(self, grace_s: float) -> None:
+        """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
+        self._roster.stop()
+        if threading.current_thread() is self._thread or self._thread.ident is None:
+            self._stopping.set()
+            return
+        self.put(None)
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended, timeout=grace_s)
+        self._stopping.set()
+        self.put(None)
+        self._thread.join(_CLOSE_S + KILL_S + 1)
+        if self._thread.is_alive():
+            logger.warning("an actor does not end; Ray was told to kill it")
+
+    # ------------------------------------------------------------------ the thread
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set() and not self.ended:
+                self._speak()
+                for station in self._stations:
+                    if not station.berth.ended:
+                        station.tend(*self._said)
+                self._happen()
+        except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
+            self.fail(f"supervising the actors failed: {problem!r}", cause=problem)
+        finally:
+            try:
+                self._dismiss()
+            except BaseException as problem:  # noqa: BLE001  # Ray may have been shut down meanwhile
+                self.fail(f"dismissing the actors failed: {problem!r}", cause=problem)
+            for berth in self.seats:
+                self.end(berth)
+
+    def _speak(self) -> None:
+        """Tell the actors where the collector has said that they are to pause, to go on, or to stop."""
+        say = (self._roster.pausing, self._roster.stopping)
+        if say != self._said:
+            self._said = say
+            for station in self._stations:
+                station.mind()
+
+    def _happen(self) -> None:
+        """Wait until something happens, and deal with all that has."""
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout=_TICK_S)
+            while True:
+                if event is not None:
+                    event()
+                event = self._events.get_nowait()
+
+    def _dismiss(self) -> None:
+        """Let the environments be closed, end the actors, and give back what nobody will collect any more."""
+        there = [(station.berth, station.post) for station in self._stations if station.post is not None]
+        if there and ray().is_initialized():
+            done = [post.finish() for berth, post in there if post.form is not None and not berth.busy]
+            with contextlib.suppress(ray().exceptions.RayError):
+                ray().wait(done, num_returns=len(done), timeout=_CLOSE_S) if done else None
+            bury([post for _, post in there])
+        for station in self._stations:
+            station.post = None
+            station.berth.died(doubt_ends=0.0)
+            with contextlib.suppress(InvalidArgument):  # said before
+                station.berth.settle(0.0)
+            station.berth.give_back()
+
+    # ------------------------------------------------------------------ for the stations
+    def hire(self) -> Post:
+        """A new actor."""
+        return Post(self._class.remote(), self.put)
+
+    def next_word(self) -> tuple[int, int, bool]:
+        """What an actor is to be told: a number that rises, whether to pause, whether to stop."""
+        self._word += 1
+        return (self._word, *self._said)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Were the actors told to stop?"""
+        return self._said[1]
+
+    def note(self, events: Sequence[Any]) -> None:
+        """Transitions that were not stored."""
+        self.quarantine = [*self.quarantine, *events][-KEPT_EVENTS:]
+
+    def lost(self, berth: Berth, reason: str) -> None:
+        """An actor died: is it to be replaced?"""
+        if self.failure is not None or self._roster.stopping:
+            return
+        berth.deaths.append(reason)
+        restarts = sum(len(one.deaths) for one in self.seats)
+        if restarts > self._max_restarts:
+            self.fail(f"worker {berth.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
+        else:
+            logger.warning("worker %d %s; restart %d of %d", berth.worker, reason, restarts, self._max_restarts)
+
+    def end(self, berth: Berth) -> None:
+        """Nobody is at this berth, or nothing is left for it."""
+        with self._changed:
+            berth.ended = True
+            self._changed.notify_all()
+
+    def fail(self, text: str, *, cause: BaseException | None = None) -> None:
+        """The collection has failed, for the first reason that there is."""
+        if self.failure is None:
+            logger.error("%s", text)
+            failure = WorkerFailed(text)
+            failure.__cause__ = cause
+            self.failure = failure
+        self._roster.stop()

@@ -6,6 +6,7 @@ process on the same host. Each way takes turns with the bare thing that it canno
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -24,7 +25,7 @@ from millpond import ReplayBuffer
 from millpond.core.schema import Schema
 from millpond.remote import RayReplayBuffer, ReplayClient
 
-CAPACITY = 1_000_000
+CAPACITY = 100_000
 SIZES = (256, 4096)
 LIMITS = {"shm": 2, "gloo": 3, "ray": 3}  # times the bare thing, for 4096 rows
 SMALL = 64  # bytes of a bare answer
@@ -151,6 +152,8 @@ def main() -> None:
         batch = transitions(50_000)
         here.extend(batch)
         remote.extend(batch)
+    gc.collect()
+    gc.freeze()  # Ray's and torch's own objects need not be looked through after each round
     found: list[dict[str, Cell]] = []
     nbytes = tuple(n * schema.row_nbytes for n in SIZES)
     by_ray = bare_ray(schema.row_nbytes)
@@ -176,8 +179,8 @@ def main() -> None:
         "remote_transports",
         "A remote replay buffer, by each way, against the bare thing that carries it",
         found,
-        notes="Batches of Hopper transitions, 112 bytes each, to and from a buffer of 1 M in a Ray actor on the same "
-        "host. Each pair took turns in one run; the ratio is to the line above. One thread.",
+        notes=f"Batches of Hopper transitions, 112 bytes each, to and from a buffer of {CAPACITY:,} items in a Ray "
+        "actor on the same host. Each pair took turns in one run; the ratio is to the line above. One thread.",
     )
     slow = [
         f"{row['op']} by {name}: {row['ratio']} times the bare thing, at most {limit} are allowed"

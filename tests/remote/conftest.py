@@ -19,25 +19,35 @@ import remote_children as children
 from millpond import ReplayBuffer
 from millpond.remote.client import ReplayClient
 from millpond.remote.owner import Owner
+from millpond.shm.directory import shared_root
 from millpond.shm.reaper import reap
 
 multiprocessing.set_forkserver_preload(["millpond.remote.service", "millpond.remote.client"])
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ["MILLPOND_TREE"] = "numpy"  # the same bits, without the seconds that compiling takes in each process
 RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
 
 Make = Callable[..., Any]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests."""
+    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests, and side by side with
+    other tests only: one cluster is enough."""
     for item in items:
         if Path(__file__).parent in item.path.parents and _on_ray(item):
             item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
+            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 def _on_ray(item: Any) -> bool:
     return "cluster" in item.fixturenames or (hasattr(item, "callspec") and item.callspec.params.get("way") == "ray")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_trees() -> Iterator[None]:
+    """The same bits, without the seconds that compiling takes in each process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLPOND_TREE", "numpy")
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +69,7 @@ def _ours() -> set[str]:
                 actors.add(f"process {process.pid}")
         except psutil.Error:
             continue
-    segments = {path.name for path in Path("/dev/shm").glob("millpond-*-replay-*") if _of_family(path.name)}
-    return threads | actors | segments
-
-
-def _of_family(name: str) -> bool:
-    """Segments of other sessions are none of ours."""
-    pid = int(name.split("-")[1])
-    return pid in {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
+    return threads | actors | {path.name for path in shared_root().glob("millpond-*-replay-*")}
 
 
 # ---------------------------------------------------------------------- processes
@@ -206,7 +209,7 @@ def make(way: str, request: pytest.FixtureRequest, pond: Any, client: Any) -> It
             buffers.append(kind(storage, **arguments))
             return buffers[-1]
         if way in ("shm", "gloo"):
-            return client(pond(storage, kind=kind, **arguments), transport=way)
+            return client(pond(storage, kind=kind, **arguments), transport=way, seed=arguments.get("seed"))
         owner = request.getfixturevalue("ray_keeper")(children.plan(storage, kind=kind, **arguments))
         if not isinstance(owner, Owner):
             from millpond.remote.failures import raised

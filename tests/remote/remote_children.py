@@ -31,7 +31,7 @@ HERE = "127.0.0.1"
 
 def plan(storage: Any, *, kind: type[ReplayBuffer] = ReplayBuffer, transport: str = "auto", **arguments: Any) -> Plan:
     name = arguments.pop("name", "pond")
-    return Plan(name, "tests", transport, kind, storage, arguments, connect_timeout=20.0)
+    return Plan(name, "tests", transport, kind, storage, arguments)
 
 
 class Child:
@@ -189,15 +189,16 @@ def die_within(state: dict[str, Any], instant: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if instant == "before the payload":
-        gloo.Group.send = die  # type: ignore[method-assign]
+        gloo.Group.begin = die  # type: ignore[method-assign]
     elif instant == "within the payload":
 
-        def send(group: gloo.Group, payload: torch.Tensor) -> None:
-            work = group._group.send([payload.split(gloo._PART)[0]], group._peer, 0)
+        def begin(group: gloo.Group, payload: torch.Tensor) -> None:
+            part = payload.split(gloo.PART)[0]
+            work = group._group.send([part], group._peer, part.numel())
             time.sleep(0.0005)
             die(work)
 
-        gloo.Group.send = send  # type: ignore[method-assign]
+        gloo.Group.begin = begin  # type: ignore[method-assign]
         items = batch(200_000, start=5000)
     else:
         gloo.Group.receive = die  # type: ignore[method-assign]
@@ -220,10 +221,9 @@ def extend_once(client: ReplayClient, n: int, start: int) -> None:
     client.close()
 
 
-def possessions(state: dict[str, Any], name: str) -> tuple[int, int, int]:
-    """Threads, descriptors, and names in the store of an owner."""
-    store = state["services"][name]._endpoint._store
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()
+def possessions(state: dict[str, Any]) -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def break_next_receive(state: dict[str, Any]) -> None:
@@ -235,6 +235,34 @@ def break_next_receive(state: dict[str, Any]) -> None:
         raise PeerLost("the cable was pulled")
 
     gloo.Group.receive = breaking  # type: ignore[method-assign]
+
+
+def break_next_send(state: dict[str, Any]) -> None:
+    """The next payload that leaves this owner is lost, after its head was sent."""
+    begin = gloo.Group.begin
+
+    def lost() -> None:
+        raise PeerLost("the cable was pulled")
+
+    def breaking(group: gloo.Group, payload: torch.Tensor) -> Callable[[], None]:
+        gloo.Group.begin = begin  # type: ignore[method-assign]
+        return lost
+
+    gloo.Group.begin = breaking  # type: ignore[method-assign]
+
+
+def break_groups(state: dict[str, Any], times: int) -> None:
+    """This owner fails so many times to make its end of a group; 0 mends it."""
+    group = state.setdefault("group", gloo.Endpoint.group)
+    left = [times]
+
+    def breaking(endpoint: gloo.Endpoint, *arguments: Any) -> gloo.Group:
+        if left[0] == 0:
+            return group(endpoint, *arguments)
+        left[0] -= 1
+        raise PeerLost("the cable was pulled")
+
+    gloo.Endpoint.group = breaking  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- here
@@ -271,6 +299,20 @@ def ids_of(found: Any) -> list[int]:
     assert torch.equal(found["next", "reward"], ids[:, None].double())
     assert torch.equal(found["next", "done"], (ids % 2 == 0)[:, None])
     return [int(i) for i in ids]
+
+
+def episodes(n: int, *, length: int = 7) -> TensorDict:
+    """n steps of episodes of that length, with goals."""
+    number, step = torch.arange(n) // length, torch.arange(n) % length
+    place = (number * 100 + step)[:, None].float()
+    last = (step == length - 1)[:, None]
+    here, there = ({"place": p, "achieved_goal": p, "desired_goal": -torch.ones(n, 1)} for p in (place, place + 1))
+    following = {"observation": there, "reward": place / 9, "done": last, "terminated": last, "truncated": ~last & last}
+    return TensorDict({"observation": here, "episode_id": number, "step": step, "next": following}, [n])
+
+
+def distance(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    return -(achieved - desired).abs()
 
 
 # ---------------------------------------------------------------------- producers on Ray

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from remote_children import batch, ids_of, wait_for
+from remote_children import batch, distance, episodes, ids_of, wait_for
 from tensordict import TensorDict
 
 from millpond import BlockingReplayBuffer, Flow, RateLimitedReplayBuffer, ReplayBuffer
@@ -28,7 +28,15 @@ from millpond.core.errors import (
     Unsatisfiable,
 )
 from millpond.core.schema import Schema
-from millpond.replay import ConsumingSampler, PrioritizedSampler, SamplerWithoutReplacement
+from millpond.replay import (
+    ConsumingSampler,
+    HindsightSampler,
+    NStep,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
 
 KEYS = {
     "capacity", "size", "storage_size", "nbytes", "write_count", "sample_calls", "samples_returned", "prefetched",
@@ -279,6 +287,58 @@ def test_priorities(make):
     buffer.extend(batch(1, start=7), priority=0.0)
     assert buffer.update_priority(old, 1.0) == 0
     assert buffer.stats()["stale_updates"] == 64
+
+
+SAMPLERS: dict[str, Any] = {
+    "uniform": RandomSampler,
+    "epochs": SamplerWithoutReplacement,
+    "consuming": lambda: ConsumingSampler(2),
+    "prioritized": PrioritizedSampler,
+    "slices": lambda: SliceSampler(slice_len=4),
+    "n-step": lambda: NStep(3, 0.9, base=PrioritizedSampler()),
+    "hindsight": lambda: HindsightSampler(distance, base=NStep(2, 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_draws_what_it_draws_in_process(make, name):
+    """seed-1: the same seed and the same writes give the same batches to the last bit, whatever adds to them."""
+    here = ReplayBuffer(60, sampler=SAMPLERS[name](), batch_size=8, seed=11)
+    there = make(60, sampler=SAMPLERS[name](), batch_size=8, seed=11)
+    for buffer in (here, there):
+        buffer.extend(episodes(70)[:40])
+        buffer.extend(episodes(70)[40:])
+    for _ in range(4):
+        mine, theirs = here.sample(), there.sample()
+        assert set(mine.keys(True, True)) == set(theirs.keys(True, True))
+        for key in mine.keys(True, True):
+            assert torch.equal(mine[key], theirs[key]), key
+        if "priority_weight" in mine:
+            assert here.update_priority(mine, mine["step"] + 1.0) == there.update_priority(theirs, mine["step"] + 1.0)
+    here.close()
+
+
+def test_many_writes_count_on(make):
+    """rem-6: the counters pass 2³¹ and 2³²."""
+    buffer = make(7, seed=0)
+    buffer.extend(batch(7))
+    for start in (2**31 - 5, 2**32 - 5):
+        state = buffer.state_dict()
+        shift = start // 7 * 7 - state["state"]["writes"] // 7 * 7
+        for word in ("head", "tail", "writes"):
+            state["state"][word] += shift
+        buffer.load_state_dict(state)
+        before = buffer.write_count
+        for i in range(20):
+            buffer.extend(batch(1, start=i))
+        assert before < start + 5 < buffer.write_count == before + 20
+        assert ids_of(buffer[:]) == list(range(13, 20))
+        sample = buffer.sample(50)
+        assert set(sample["generation"].tolist()) <= set(range(before + 13, before + 20))
+        same = {"action": sample["action"]}
+        assert buffer.update(sample, same) == 50
+        sample["generation"] -= 2**31  # an item of the same slot, if only the lower half is looked at
+        assert buffer.update(sample, same) == 0
 
 
 def test_fields_are_written_back(make):

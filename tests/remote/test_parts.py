@@ -15,9 +15,10 @@ from millpond.core import errors
 from millpond.core.errors import InvalidArgument, MillpondError, PeerLost, SchemaMismatch, WorkerFailed
 from millpond.remote.failures import failed, raised
 from millpond.remote.ledger import Ledger
-from millpond.remote.line import Exchange, Line
+from millpond.remote.line import COLLECT, Line
 from millpond.remote.messages import SMALL, Message, decode, encode, number_of, payload_nbytes
 from millpond.remote.parking import Call, Lot
+from millpond.remote.switchboard import Switchboard
 from millpond.remote.transfer import PIECE, Incoming, Outgoing
 
 # ---------------------------------------------------------------------- messages
@@ -43,6 +44,14 @@ def test_a_message_arrives_as_it_was_sent(first, second):
         assert got.tensors[name].dtype == tensor.dtype
         assert torch.equal(got.tensors[name], tensor)
         got.tensors[name].zero_()  # it is the receiver's
+
+
+def test_a_payload_may_be_on_its_way_while_the_head_is_read():
+    head, payload = encode(Message("ask", tensors={"a": torch.ones(SMALL + 8), "b": torch.zeros(SMALL + 8)}))
+    asked = []
+    got = decode(head, lambda: asked.append(1) or payload)
+    assert asked == [1]
+    assert torch.equal(got.tensors["a"], torch.ones(SMALL + 8))
 
 
 def test_one_large_tensor_is_sent_from_where_it_lies():
@@ -285,7 +294,7 @@ class Office:
     def __init__(self) -> None:
         self.here: list[Any] = []
         self.left: list[Any] = []
-        self.exchange = Exchange("127.0.0.1", came=self.here.append, serve=self.serve, left=self.left.append)
+        self.board = Switchboard("127.0.0.1", came=self.here.append, serve=self.serve, left=self.left.append)
 
     def serve(self, caller: Any, head: bytearray) -> None:
         if bytes(head) == b"fail":
@@ -297,11 +306,11 @@ class Office:
 def office():
     made = Office()
     yield made
-    made.exchange.close()
+    made.board.close()
 
 
 def dial(office: Office, token: bytes | None = None) -> Line:
-    return Line(office.exchange.address, office.exchange.token if token is None else token, timeout=10)
+    return Line(office.board.address, office.board.token if token is None else token, timeout=10)
 
 
 def test_heads_and_notices_find_their_slot(office):
@@ -309,14 +318,14 @@ def test_heads_and_notices_find_their_slot(office):
     slots = {n: line.open(n) for n in (3, 5)}
     line.ask(b"12345")
     line.ask(b"123")
-    assert bytes(slots[3].get(timeout=10)) == b"123"
-    assert bytes(slots[5].get(timeout=10)) == b"12345"
+    assert bytes(line.wait(slots[3], 10)) == b"123"
+    assert bytes(line.wait(slots[5], 10)) == b"12345"
     office.here[0].send(3)
-    assert slots[3].get(timeout=10) == b""
+    assert line.wait(slots[3], 10) == COLLECT
     line.shut(5)
     line.ask(b"12345")  # nobody waits for this answer: it is dropped
     line.ask(b"123")
-    assert bytes(slots[3].get(timeout=10)) == b"123"
+    assert bytes(line.wait(slots[3], 10)) == b"123"
     line.close()
     wait_for(lambda: office.left == office.here, "the owner to notice")
 
@@ -329,12 +338,45 @@ def test_a_stranger_learns_nothing(office):
     assert office.here == []
 
 
+def test_a_wait_ends_in_time(office):
+    """Whoever listens for others too gives up when his own time is over."""
+    line = dial(office)
+    for seconds in (0, 0.01):
+        with pytest.raises(queue.Empty):
+            line.wait(line.open(3), seconds)
+    line.close()
+
+
+def test_one_listens_for_all(office):
+    """Of the threads that wait, any may leave, with an answer or without: another goes on listening."""
+    line, got = dial(office), {}
+    slots = {n: line.open(n) for n in range(1, 13)}
+
+    def wait(n: int) -> None:
+        try:
+            got[n] = bytes(line.wait(slots[n], 0.02 * n if n % 2 else 30) or b"")
+        except queue.Empty:
+            got[n] = b"too late"
+        line.shut(n)
+
+    threads = [threading.Thread(target=wait, args=(n,)) for n in slots]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(got) == 6, "the odd ones to give up")
+    for n in (4, 12, 2, 8, 10, 6):
+        line.ask(b"." * n)
+    for thread in threads:
+        thread.join(10)
+    assert got == {n: b"too late" if n % 2 else b"." * n for n in slots}
+    line.close()
+
+
 def test_many_lines_at_once(office):
     lines = [dial(office) for _ in range(20)]
     slots = [line.open(4) for line in lines]
     for line in lines:
         line.ask(b"four")
-    assert [bytes(slot.get(timeout=10)) for slot in slots] == [b"four"] * 20
+    assert [bytes(line.wait(slot, 10)) for line, slot in zip(lines, slots, strict=True)] == [b"four"] * 20
     assert len({line.id for line in lines}) == 20
     for line in lines:
         line.close()
@@ -345,12 +387,12 @@ def test_whoever_waits_hears_the_end(office, how):
     line = dial(office)
     slot = line.open(1)
     if how == "closed":
-        office.exchange.close()
+        office.board.close()
     else:
         line.ask(b"fail")
-    assert slot.get(timeout=10) is None
+    assert line.wait(slot, 10) is None
     assert line.end == how
-    assert line.open(2).get(timeout=10) is None  # also who comes later
+    assert line.wait(line.open(2), 10) is None  # also who comes later
     with pytest.raises(ConnectionError):
         ask_often(line)
     line.close()
@@ -365,18 +407,18 @@ def ask_often(line: Line) -> None:
 def test_what_is_too_long_or_strange_ends_that_line_only(office):
     good, bad = dial(office), dial(office)
     bad._socket.sendall(b"\xff\xff\xff\xff")
-    wait_for(lambda: bad.end is not None, "the owner to hang up")
+    wait_for(lambda: bad.look() is not None, "the owner to hang up")
     slot = good.open(2)
     good.ask(b"ok")
-    assert bytes(slot.get(timeout=10)) == b"ok"
+    assert bytes(good.wait(slot, 10)) == b"ok"
     good.close()
     bad.close()
 
 
 def test_a_client_that_does_not_listen_is_hung_up_on(office):
     """Nothing may block the owner: a stopped client's answers pile up until its line is cut."""
-    with socket.create_connection(office.exchange.address, timeout=10) as deaf:
-        deaf.sendall(office.exchange.token + bytes(16))
+    with socket.create_connection(office.board.address, timeout=10) as deaf:
+        deaf.sendall(office.board.token + bytes(16))
         wait_for(lambda: office.here, "the owner to accept")
         for _ in range(200):
             office.here[0].send(1, bytes(1 << 20))

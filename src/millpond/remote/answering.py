@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument
@@ -16,6 +17,7 @@ from millpond.remote.messages import Message
 from millpond.remote.packed import Packed, Side
 from millpond.remote.parking import Call, Lot
 from millpond.remote.transfer import Incoming, Outgoing
+from millpond.replay.drawing import Ints
 from millpond.replay.taking import Taken
 
 Notify = Callable[[int], None]
@@ -145,7 +147,12 @@ class Answers:
             receipt=None if receipt is None else (receipt[0], receipt[1]),
             exempt=fields["exempt"],
         )
-        return Message("done", tensors={"slots": NO_SLOTS if slots is None else torch.from_numpy(slots)})
+        if slots is None:
+            return Message("done", tensors={"slots": NO_SLOTS})
+        start = run_of(slots, self._packed.buffer.capacity)
+        if start is None:
+            return Message("done", tensors={"slots": short(slots)})
+        return _done(start=start, n=len(slots))
 
     def _sample(self, asked: Message) -> Message:
         fields = asked.fields
@@ -254,6 +261,21 @@ class Answers:
             lot.close()
 
 
+def run_of(slots: Ints, capacity: int) -> int | None:
+    """Where neighbouring slots begin, going on at 0 behind the last; None where they are no neighbours."""
+    start, n = int(slots[0]), len(slots)
+    run = np.arange(start, start + n)
+    if start + n > capacity:
+        run[capacity - start :] -= capacity
+    return start if np.array_equal(slots, run) else None
+
+
+def short(numbers: Ints) -> torch.Tensor:
+    """The same numbers, in half the bytes where they fit."""
+    fits = len(numbers) > 0 and int(numbers.max()) < 1 << 31 and int(numbers.min()) >= 0
+    return torch.from_numpy(numbers.astype(np.int32) if fits else numbers)
+
+
 def _done(**fields: Any) -> Message:
     return Message("done", fields=fields)
 
@@ -261,8 +283,8 @@ def _done(**fields: Any) -> Message:
 def _taken(taken: Taken) -> Message:
     tensors = {
         "rows": taken.rows.view(torch.uint8),
-        "slots": torch.from_numpy(taken.slots),
-        "numbers": torch.from_numpy(taken.numbers),
+        "slots": short(taken.slots),
+        "numbers": short(taken.numbers),
     }
     keys = [list(key) for key in taken.extra]
     tensors.update({f"extra{i}": value for i, value in enumerate(taken.extra.values())})

@@ -33,10 +33,11 @@ class RayReplayBuffer(ReplayClient):
     Args:
         storage: a capacity in items, or a storage.
         transport: how clients reach it: ``auto`` (shared memory on the owner's host, Gloo elsewhere), ``shm``,
-            ``gloo`` or ``ray``.
+            ``gloo``, ``ray``, or ``nccl`` (Gloo, and samples from the GPU of the storage to that of ``device``).
         schema: the fields of an item; otherwise the first write binds it.
         ray_options: of the actor, as ``ray.remote`` takes them: ``resources``, ``name``, ``namespace``, ``lifetime``….
-            Without ``num_cpus`` it is 0: a buffer that waits needs no core of its own.
+            Without ``num_cpus`` it is 0: a buffer that waits needs no core of its own. Where they ask for no resources
+            and no place, the owner starts on this process's node.
         connect_timeout: seconds for the owner to be there, and for a client to reach it.
         kind: ``ReplayBuffer``, or one of its special cases such as ``BlockingReplayBuffer``.
         arguments: those of ``kind``. ``device`` and ``transform`` are applied in the processes that sample.
@@ -67,7 +68,7 @@ class RayReplayBuffer(ReplayClient):
             raise InvalidArgument("shared= is not yours to say here: the owner shares its buffer wherever it can")
         if isinstance(arguments.get("seed"), torch.Generator):
             arguments["seed"] = int(torch.randint(2**62, (), generator=arguments["seed"]))
-        options = {"num_cpus": 0, "name": cluster.new_name(), "namespace": cluster.NAMESPACE, **(ray_options or {})}
+        options = {"name": cluster.new_name(), "namespace": cluster.NAMESPACE, **(ray_options or {})}
         plan = Plan(
             name=options["name"],
             namespace=options["namespace"],
@@ -75,7 +76,6 @@ class RayReplayBuffer(ReplayClient):
             kind=kind,
             storage=storage,
             arguments={**arguments, "schema": schema},
-            connect_timeout=connect_timeout,
             creator=None if options.get("lifetime") == "detached" else Creator.me(),
         )
         cluster.join(None)

@@ -270,7 +270,7 @@ class ReplayClient:
         """One more client, to be given to another process. Picklable.
 
         Args:
-            transport: ``auto``, ``shm``, ``ray`` or ``gloo``; the buffer's own by default.
+            transport: ``auto``, ``shm``, ``gloo``, ``ray`` or ``nccl``; the buffer's own by default.
             host: the name of the host that it counts as being on, instead of ``$MILLPOND_HOST``.
             schema: what it will write; another than the bound one is refused, with the difference, when it connects.
             seed: of what it draws where it draws itself, that is on the owner's host.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -21,6 +22,8 @@ NAMESPACE = "millpond"
 CONTROL, DATA = "control", "data"
 _GROUPS = {CONTROL: 4, DATA: 16}  # calls at a time; none of them waits for the buffer
 _CLOSING_S = 10.0
+# Options by which an owner needs a certain node, or one that has what it needs.
+_PLACES = ("scheduling_strategy", "resources", "num_cpus", "num_gpus", "memory", "accelerator_type", "label_selector")
 
 
 def ray() -> Any:
@@ -69,7 +72,7 @@ def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, 
 
     address = ray().get_runtime_context().gcs_address
     try:
-        actor = ray().remote(concurrency_groups=_GROUPS)(ReplayActor).options(**options).remote()
+        actor = ray().remote(concurrency_groups=_GROUPS)(ReplayActor).options(**_placed(options)).remote()
     except ValueError as problem:
         raise InvalidArgument(f"Ray cannot start the owner: {problem}") from problem
     try:
@@ -80,6 +83,16 @@ def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, 
         _kill(actor)
         raise
     return actor, said
+
+
+def _placed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without need of a core; and beside whoever makes it, where nothing says otherwise: who makes a buffer mostly uses
+    it most, and Ray would take any node for an actor that needs nothing."""
+    placed = {"num_cpus": 0, **options}
+    if not any(option in options for option in _PLACES):
+        strategy = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        placed["scheduling_strategy"] = strategy(ray().get_runtime_context().get_node_id(), soft=False)
+    return placed
 
 
 def find(name: str, namespace: str, address: str) -> Any:

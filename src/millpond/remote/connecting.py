@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from millpond.core.errors import NotShareable, PeerLost
 from millpond.core.schema import Schema
 from millpond.remote import cluster
@@ -11,7 +9,7 @@ from millpond.remote.line import Line
 from millpond.remote.owner import Owner
 from millpond.remote.proxy import Proxy
 from millpond.remote.session import Session, Wire
-from millpond.remote.transports import shm
+from millpond.remote.transports import nccl, shm
 from millpond.remote.transports.gloo import GlooWire
 from millpond.remote.transports.ray import RayWire
 from millpond.replay.buffer import ReplayBuffer
@@ -32,7 +30,7 @@ def choose(owner: Owner, transport: str, host: str) -> str:
         return "shm"
     if transport == "shm":
         raise NotShareable(f"transport='shm': {reason}; transport='auto' finds another way")
-    return "gloo" if owner.gloo is not None else "ray"
+    return "gloo" if owner.gloo else "ray"
 
 
 def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> Backend:
@@ -48,18 +46,23 @@ def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> 
         raise PeerLost(f"{owner} is gone, or cannot be reached: {problem}") from problem
     try:
         return Proxy(Session(owner, line, _wire(owner, transport, line, timeout)))
-    except BaseException:
+    except BaseException as problem:
         line.close()
+        if isinstance(problem, ConnectionError) and not isinstance(problem, PeerLost):
+            raise PeerLost(f"{owner} is gone, or cannot be reached: {problem}") from problem
         raise
 
 
 def _wire(owner: Owner, transport: str, line: Line, timeout: float) -> Wire:
     if transport == "ray":
         return RayWire(cluster.find(owner.name, owner.namespace, owner.cluster), line)
-    if owner.gloo is None:
+    if not owner.gloo:
         raise PeerLost(f"{owner} has no Gloo endpoint: it was made with transport={owner.transport!r}")
-    device: Any = owner.rules.device
-    return GlooWire(line, owner.gloo, timeout, pinned=device is not None and device.startswith("cuda"))
+    device = owner.rules.device
+    if transport == "nccl":
+        nccl.check(owner.gpu, device)
+        return GlooWire(line, timeout, direct=device)
+    return GlooWire(line, timeout, pinned=device is not None and device.startswith("cuda"))
 
 
 def check_schema(backend: Backend, schema: Schema) -> None:

@@ -9,35 +9,36 @@ owner sends heads of answers, or the bare number of a parked request whose answe
 
     client → owner   token (16 bytes)  id (16 bytes)   then  length (u32)  head
     owner → client   number (u64)  length (u32)  head       number 0: closed on purpose; length 0: come and collect
+
+This is the client's end; the owner's is in `millpond.remote.switchboard`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import queue
 import secrets
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from io import BufferedReader
-from typing import Literal
+import time
+from typing import Final, Literal
 
 from millpond.core.errors import PeerLost
 
 SILENCE = 4  # seconds
-HELLO_S = 10.0  # for a stranger to say who it is
-LONGEST = 1 << 26
-_REQUEST, _ANSWER = struct.Struct("<I"), struct.Struct("<QI")
-_CLOSED, _WELCOME = 0, (1 << 64) - 1
-_NO_HEAD = b""
+REQUEST, ANSWER = struct.Struct("<I"), struct.Struct("<QI")
+CLOSED, WELCOME = 0, (1 << 64) - 1  # numbers that no request has
+FIRST_GROUP = (1 << 64) - 2  # the number of a wish for a group; the next has one less
+COLLECT: Final = b""  # instead of a head: the answer to the parked request is there
+_SLICE_S = 0.5
 
 End = Literal["closed", "lost"]
-Slot = queue.SimpleQueue[bytes | bytearray | None]  # heads, b"" for "come and collect", None for "the line has ended"
+Said = bytes | bytearray
 
 
-def _watch(connection: socket.socket) -> None:
+def watch(connection: socket.socket) -> None:
     """Small messages leave at once, and a silent other side is noticed by the kernel."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -47,199 +48,200 @@ def _watch(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+class _Turn:
+    """In a slot: you may be the one who listens now."""
+
+
+_TURN = _Turn()
+
+
+class Slot:
+    """Where what is said about one request arrives: heads, or `COLLECT`; None once the line has ended."""
+
+    __slots__ = ("said", "waiting")
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[Said | _Turn | None] = queue.SimpleQueue()
+        self.waiting = False
+
+
 class Line:
-    """A client's end. Any thread may ask; one thread of its own listens.
+    """A client's end, for any number of threads.
+
+    It has no thread of its own: of those that wait one listens for all, and hands that duty on when it has what it
+    waits for. So a client with one thread is woken by the kernel itself.
 
     Raises ``PeerLost`` where nobody answers at ``address``, or somebody who does not know the token.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, *, timeout: float) -> None:
         self.id = secrets.token_bytes(16)
-        self.end: End | None = None  # how it ended
+        self.end: End | None = None  # how it ended, as far as anybody has listened
         self._slots: dict[int, Slot] = {}
-        self._sending = threading.Lock()
+        self._sending, self._listening = threading.Lock(), threading.Lock()
+        self._prefix, self._body, self._filled = bytearray(ANSWER.size), bytearray(), 0
+        self._number: int | None = None  # of the answer whose head is being read
         try:
             self._socket = socket.create_connection(address, timeout=timeout)
         except OSError as problem:
             raise PeerLost(f"nobody answers at {address[0]}:{address[1]}: {problem}") from problem
-        try:
-            _watch(self._socket)
-            self._socket.sendall(token + self.id)
-            stream = self._socket.makefile("rb")
-            if _ANSWER.unpack(_exactly(stream, _ANSWER.size))[0] != _WELCOME:
-                raise ConnectionError("no welcome")
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        welcome = self.open(WELCOME)
+        with contextlib.suppress(OSError, queue.Empty):
+            watch(self._socket)
             self._socket.settimeout(None)
+            self._socket.sendall(token + self.id)
             self.local_host: str = self._socket.getsockname()[0]
-        except OSError as problem:
-            self._socket.close()
-            raise PeerLost(f"{address[0]}:{address[1]} is not the owner that was looked for: {problem}") from problem
-        self._listener = threading.Thread(target=self._listen, args=(stream,), name="millpond-line", daemon=True)
-        self._listener.start()
+            if self.wait(welcome, timeout) == COLLECT:
+                self.shut(WELCOME)
+                return
+        self._socket.close()
+        raise PeerLost(f"{address[0]}:{address[1]} is not the owner that was looked for")
 
+    # ------------------------------------------------------------------ asking
     def ask(self, head: bytes) -> None:
         """Send one request. Raises ``ConnectionError`` where the line has ended."""
         with self._sending:
             try:
-                self._socket.sendall(_REQUEST.pack(len(head)) + head)
+                self._socket.sendall(REQUEST.pack(len(head)) + head)
             except OSError as problem:
                 raise ConnectionError(str(problem)) from problem
 
     def open(self, number: int) -> Slot:
-        """Where what is said about this request arrives."""
-        slot: Slot = queue.SimpleQueue()
-        self._slots[number] = slot
+        """Where to wait for what is said about this request."""
+        slot = self._slots[number] = Slot()
         if self.end is not None:
-            slot.put(None)
+            slot.said.put(None)
         return slot
 
     def shut(self, number: int) -> None:
         """Nothing more is expected about it."""
-        self._slots.pop(number, None)
+        slot = self._slots.pop(number, None)
+        if slot is not None and not slot.said.empty() and slot.said.get_nowait() is _TURN:
+            self._hand_on()
 
-    def _listen(self, stream: BufferedReader) -> None:
-        end: End = "lost"
+    def clear(self, slot: Slot) -> None:
+        """Forget what was said so far: the request is going to be asked again."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if slot.said.get_nowait() is _TURN:
+                    self._hand_on()
+
+    # ------------------------------------------------------------------ listening
+    def wait(self, slot: Slot, seconds: float | None) -> Said | None:
+        """What is said next about a request. None: the line has ended. Raises ``queue.Empty`` after so many seconds."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while True:
-                number, nbytes = _ANSWER.unpack(_exactly(stream, _ANSWER.size))
-                if number == _CLOSED:
-                    end = "closed"
-                    break
-                head: bytes | bytearray = _exactly(stream, nbytes) if nbytes else _NO_HEAD
-                slot = self._slots.get(number)
-                if slot is not None:
-                    slot.put(head)
-        except OSError:
-            pass  # the end of the line is what this loop waits for
+                slot.waiting = True  # before the duty is found taken: whoever hands it on looks after having let go
+                if self._listening.acquire(blocking=False):
+                    slot.waiting = False  # nobody hands it on to himself
+                    self._listen(slot, deadline)
+                    said = slot.said.get_nowait()
+                else:
+                    said = self._overhear(slot, deadline)
+                if not isinstance(said, _Turn):
+                    return said
+        finally:
+            slot.waiting = False
+
+    def look(self) -> End | None:
+        """Has the line ended? Hears what is there already, and waits for nothing."""
+        if self.end is None and self._listening.acquire(blocking=False):
+            try:
+                heard = self._poll.poll(0)  # cheaper than to read in vain; one thread at a time may
+                while heard and self.end is None and self._read(0):
+                    pass
+            finally:
+                self._listening.release()
+                self._hand_on()
+        return self.end
+
+    def _listen(self, slot: Slot, deadline: float | None) -> None:
+        """Whoever calls this listens, until something is in its own slot or the time is over."""
+        try:
+            while slot.said.empty() and self._read(_left(deadline)):
+                pass
+        finally:
+            self._listening.release()
+            self._hand_on()
+
+    def _overhear(self, slot: Slot, deadline: float | None) -> Said | _Turn | None:
+        """Wait until the one who listens says something. Whoever left without handing the duty on is noticed here."""
+        left = _left(deadline)
+        try:
+            return slot.said.get(timeout=_SLICE_S if left is None else min(left, _SLICE_S))
+        except queue.Empty:
+            if left is not None and left <= _SLICE_S:
+                raise
+            return _TURN
+
+    def _hand_on(self) -> None:
+        """Let another thread that waits, if there is one, be the one who listens."""
+        for slot in list(self._slots.values()):
+            if slot.waiting and slot.said.empty():
+                slot.said.put(_TURN)
+                return
+
+    def _read(self, seconds: float | None) -> bool:
+        """Hear one thing, and put it where it belongs. False: nothing whole came within so many seconds."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self.end is None:
+            part = self._prefix if self._number is None else self._body
+            try:
+                came = self._socket.recv_into(memoryview(part)[self._filled :], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                left = _left(deadline)
+                if left == 0 or not self._poll.poll(None if left is None else 1000 * left):
+                    return False
+                continue
+            except OSError:
+                came = 0
+            if came == 0:
+                self._finish("lost")
+                return True
+            self._filled += came
+            if self._filled == len(part) and self._heard():
+                return True
+        return True
+
+    def _heard(self) -> bool:
+        """A part is complete. True: and with it something to hand out."""
+        self._filled = 0
+        if self._number is None:
+            number, nbytes = ANSWER.unpack(self._prefix)
+            if number == CLOSED:
+                self._finish("closed")
+            elif nbytes == 0:
+                self._put(number, COLLECT)
+            else:
+                self._number, self._body = number, bytearray(nbytes)
+                return False
+            return True
+        number, self._number = self._number, None
+        self._put(number, self._body)
+        return True
+
+    def _put(self, number: int, said: Said) -> None:
+        slot = self._slots.get(number)
+        if slot is not None:
+            slot.said.put(said)
+
+    def _finish(self, end: End) -> None:
         self.end = end
         for slot in list(self._slots.values()):
-            slot.put(None)
-        stream.close()
-        self._socket.close()
+            slot.said.put(None)
 
     def close(self) -> None:
-        """Hang up. The owner forgets this client."""
+        """Hang up. The owner forgets this client, and whoever waits hears the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._listener:
-            self._listener.join(timeout=5)
+        with self._listening:  # whoever listens hears it, and lets go
+            if self.end is None:
+                self._finish("lost")
+            self._socket.close()
 
 
-class Caller:
-    """An owner's end of one line. Nothing here waits for the client: one that does not listen is hung up on."""
-
-    def __init__(self, connection: socket.socket, identity: bytes) -> None:
-        self.id = identity
-        self._socket = connection
-        self._sending = threading.Lock()
-
-    def send(self, number: int, head: bytes = _NO_HEAD) -> None:
-        """An answer, or that the answer to a parked request is there."""
-        frame = _ANSWER.pack(number, len(head)) + head
-        with self._sending:
-            try:
-                whole = self._socket.send(frame, socket.MSG_DONTWAIT) == len(frame)
-            except OSError:
-                whole = False
-        if not whole:
-            self.hang_up()
-
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-
-class Exchange:
-    """Where the lines of an owner end: one thread accepts, and each client has one that hears and serves it.
-
-    ``came(caller)`` may return; ``serve(caller, head)`` answers a request; ``left(caller)`` comes once for each
-    caller, after its last request. What they raise ends that line only.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        *,
-        came: Callable[[Caller], None],
-        serve: Callable[[Caller, bytearray], None],
-        left: Callable[[Caller], None],
-    ) -> None:
-        self.token = secrets.token_bytes(16)
-        self._came, self._serve, self._left = came, serve, left
-        self._lock = threading.Lock()
-        self._callers: dict[Caller, threading.Thread] = {}
-        self._closed = False
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept, name="millpond-accept", daemon=True)
-        self._acceptor.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
-                continue  # this one gave up before it was accepted
-            threading.Thread(target=self._hear, args=(connection,), name="millpond-caller", daemon=True).start()
-
-    def _hear(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as stream:
-            try:
-                connection.settimeout(HELLO_S)
-                _watch(connection)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-                hello = _exactly(stream, 32)
-                if not hmac.compare_digest(hello[:16], self.token):
-                    return
-                connection.settimeout(None)
-            except OSError:
-                return
-            caller = Caller(connection, bytes(hello[16:]))
-            if not self._enter(caller):
-                return
-            try:
-                self._came(caller)
-                caller.send(_WELCOME)
-                while True:
-                    (nbytes,) = _REQUEST.unpack(_exactly(stream, _REQUEST.size))
-                    if nbytes > LONGEST:
-                        return
-                    self._serve(caller, _exactly(stream, nbytes))
-            except ConnectionError:
-                pass  # it hung up
-            finally:
-                with self._lock:
-                    self._callers.pop(caller, None)
-                self._left(caller)
-
-    def _enter(self, caller: Caller) -> bool:
-        with self._lock:
-            if not self._closed:
-                self._callers[caller] = threading.current_thread()
-            return not self._closed
-
-    def close(self) -> None:
-        """Tell everybody that this is on purpose, and hang up."""
-        with self._lock:
-            self._closed = True
-            callers = dict(self._callers)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
-        self._socket.close()
-        self._acceptor.join(timeout=5)
-        for caller in callers:
-            caller.send(_CLOSED)
-            caller.hang_up()
-        for thread in callers.values():
-            if thread is not threading.current_thread():
-                thread.join(timeout=5)
-
-
-def _exactly(stream: BufferedReader, nbytes: int) -> bytearray:
-    """Bytes that may be written to: tensors lie in them."""
-    data = bytearray(nbytes)
-    if stream.readinto(data) < nbytes:
-        raise ConnectionError("the other side hung up")
-    return data
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

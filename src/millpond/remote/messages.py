@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,24 +47,46 @@ class Message:
 
 def encode(message: Message) -> tuple[bytes, torch.Tensor | None]:
     """The head, and the payload: uint8 ``[n]``, or None where everything fits into the head."""
-    small: list[torch.Tensor] = []
-    large: list[torch.Tensor] = []
-    listed = []
-    for name, tensor in message.tensors.items():
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        inside = flat.numel() <= SMALL
-        (small if inside else large).append(flat)
-        listed.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), inside])
-    text = json.dumps({"kind": message.kind, "fields": message.fields, "tensors": listed}).encode()
-    payload = large[0] if len(large) == 1 else _joined(large) if large else None
+    payload = payload_of(message)
+    return head_of(message, payload), payload
+
+
+def payload_of(message: Message) -> torch.Tensor | None:
+    """The payload alone, so that it may be underway while the head is made."""
+    large = [_flat(tensor) for tensor in message.tensors.values() if not _inside(tensor)]
+    return None if not large else large[0] if len(large) == 1 else _joined(large)
+
+
+def head_of(message: Message, payload: torch.Tensor | None, *, direct: bool = False) -> bytes:
+    """The head to this payload; ``direct`` notes that it comes from a GPU, see `is_direct`."""
+    listed = [
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _inside(tensor)]
+        for name, tensor in message.tensors.items()
+    ]
+    said: dict[str, Any] = {"kind": message.kind, "fields": message.fields, "tensors": listed}
+    if direct:
+        said["direct"] = True
+    text = json.dumps(said).encode()
     nbytes = 0 if payload is None else payload.numel()
-    parts = [_HEAD.pack(_MAGIC, _VERSION, message.number, message.settled, nbytes, len(text)), text]
+    parts: list[Any] = [_HEAD.pack(_MAGIC, _VERSION, message.number, message.settled, nbytes, len(text)), text]
     at = _HEAD.size + len(text)
-    for flat in small:
-        start = _aligned(at)
-        parts += [bytes(start - at), flat.cpu().numpy().tobytes()]
-        at = start + flat.numel()
-    return b"".join(parts), payload
+    for tensor in message.tensors.values():
+        if _inside(tensor):
+            flat, start = _flat(tensor), _aligned(at)
+            parts += [bytes(start - at), flat.cpu().numpy()]
+            at = start + flat.numel()
+    return b"".join(parts)
+
+
+def _inside(tensor: torch.Tensor) -> bool:
+    """Does it travel in the head?"""
+    return tensor.numel() * tensor.itemsize <= SMALL
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.uint8 and tensor.is_contiguous():  # rows, mostly
+        return tensor.view(-1)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def payload_nbytes(head: Head) -> int:
@@ -75,13 +97,21 @@ def payload_nbytes(head: Head) -> int:
     return _read_head(head)[2]
 
 
+def is_direct(head: Head) -> bool:
+    """Does the payload come from a GPU, past main memory? Raises ``InvalidArgument`` as `payload_nbytes` does."""
+    length = _read_head(head)[3]
+    return "direct" in json.loads(head[_HEAD.size : _HEAD.size + length])
+
+
 def number_of(head: Head) -> int:
     """Of the request, or of the one that is answered. Raises ``InvalidArgument`` as `payload_nbytes` does."""
     return _read_head(head)[0]
 
 
-def decode(head: Head, payload: torch.Tensor | None) -> Message:
+def decode(head: Head, payload: torch.Tensor | Callable[[], torch.Tensor] | None) -> Message:
     """The message. Its tensors are views of the head, which is copied if it is read-only, and of the payload.
+
+    A payload that is still on its way may be given as a function that waits for it: the head is read meanwhile.
 
     Raises ``InvalidArgument`` as `payload_nbytes` does.
     """
@@ -90,7 +120,7 @@ def decode(head: Head, payload: torch.Tensor | None) -> Message:
     try:
         said = json.loads(head[begin : begin + length])
         tensors, within, behind = {}, _aligned(begin + length), 0
-        own = None
+        own: bytearray | None = None
         for name, dtype, shape, inside in said["tensors"]:
             kind: torch.dtype = getattr(torch, dtype)
             size = math.prod(shape) * kind.itemsize
@@ -98,12 +128,15 @@ def decode(head: Head, payload: torch.Tensor | None) -> Message:
                 tensors[name] = torch.empty(shape, dtype=kind)
             elif inside:
                 if own is None:
-                    own = torch.frombuffer(head if isinstance(head, bytearray) else bytearray(head), dtype=torch.uint8)
-                tensors[name] = _view(own, within, size, kind, shape)
+                    own = head if isinstance(head, bytearray) else bytearray(head)
+                flat = torch.frombuffer(own, dtype=kind, count=size // kind.itemsize, offset=within)
+                tensors[name] = flat if len(shape) == 1 else flat.view(shape)
                 within = _aligned(within + size)
             else:
                 if payload is None:
                     raise ValueError("the payload is missing")
+                if not isinstance(payload, torch.Tensor):
+                    payload = payload()
                 tensors[name] = _view(payload, behind, size, kind, shape)
                 behind = _aligned(behind + size)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as problem:
@@ -135,4 +168,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _view(flat: torch.Tensor, at: int, size: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if dtype is torch.uint8 and size == flat.numel():  # rows, mostly
+        return flat.view(shape)
     return flat[at : at + size].view(dtype).view(shape)

@@ -10,7 +10,7 @@ from millpond.replay.buffer import Handle
 from millpond.replay.rules import Rules
 
 HOST = "MILLPOND_HOST"
-TRANSPORTS = ("auto", "shm", "ray", "gloo")
+TRANSPORTS = ("auto", "shm", "ray", "gloo", "nccl")
 
 Address = tuple[str, int]
 
@@ -29,8 +29,9 @@ def check_transport(transport: str) -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner. ``line`` and ``gloo`` are where it listens, ``handle`` is how its own host finds the buffer, and
-    ``cluster`` is the address of Ray's head."""
+    """One owner. ``line`` is where it listens, ``gloo`` says whether payloads have an endpoint too, ``gpu`` is the
+    storage's device where it is one, ``handle`` is how its own host finds the buffer, and ``cluster`` is the address of
+    Ray's head."""
 
     name: str
     namespace: str
@@ -41,7 +42,8 @@ class Owner:
     line: Address
     token: bytes
     cluster: str
-    gloo: Address | None
+    gloo: bool
+    gpu: str | None
     handle: Handle | None
     rules: Rules
 

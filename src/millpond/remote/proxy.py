@@ -18,7 +18,6 @@ from millpond.remote.session import Patience, Session
 from millpond.remote.transfer import Incoming, Outgoing
 from millpond.replay import rules as rulebook
 from millpond.replay.desk import Desk
-from millpond.replay.storage import check_capacity
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
@@ -79,7 +78,11 @@ class Proxy:
             "exempt": self._exempt > 0,
             "receipt": None if receipt is None else [operator.index(part) for part in receipt],
         }
-        return self._session.call("extend", fields, tensors, patience).tensors["slots"]
+        answer = self._session.call("extend", fields, tensors, patience)
+        if "slots" in answer.tensors:
+            return answer.tensors["slots"].long()
+        start, n = int(answer.fields["start"]), int(answer.fields["n"])
+        return torch.arange(start, start + n) % self.capacity
 
     def receipt(self, line: int) -> int:
         return int(self._ask("receipt", line=operator.index(line)))
@@ -105,14 +108,15 @@ class Proxy:
         n = self._batch_size(batch_size)
         patience = Patience(f"sample({n})", "sample", n, timeout, cancel_event)
         fields = {"n": n, "patient": wait, "wait": wait and patience.timeout > 0, "exempt": self._exempt > 0}
-        return self._dress(self._session.call("sample", fields, None, patience), return_info)
+        expected = 0 if self._schema is None else n * self._schema.row_nbytes
+        return self._dress(self._session.call("sample", fields, None, patience, expected=expected), return_info)
 
     def peek(self, n: int) -> Any:
         return self._dress(self._session.call("peek", {"n": self._batch_size(n)}), False)
 
     def _dress(self, answer: Message, return_info: bool) -> Any:
         tensors = answer.tensors
-        rows, index, generation = tensors["rows"], tensors["slots"], tensors["numbers"]
+        rows, index, generation = tensors["rows"], tensors["slots"].long(), tensors["numbers"].long()
         extra = {tuple(key): tensors[f"extra{i}"] for i, key in enumerate(answer.fields["extra"])}
         if self._rules.device is not None:
             rows, index, generation, extra = rulebook.to_device(self._rules.device, rows, index, generation, extra)
@@ -159,7 +163,7 @@ class Proxy:
     def wait_until_writable(
         self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
-        return self._until("extend", check_capacity(num_items), timeout, cancel_event)
+        return self._until("extend", rulebook.check_batch_size(num_items, "num_items"), timeout, cancel_event)
 
     def _until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
         patience = Patience(f"wait for {op}({n})", op, n, timeout, cancel)
@@ -202,7 +206,7 @@ class Proxy:
     def explain(self, op: str = "sample", n: int | None = None) -> str:
         if op not in ("sample", "extend"):
             raise InvalidArgument(f'op is "sample" or "extend", not {op!r}')
-        count = self._batch_size(n) if op == "sample" else check_capacity(1 if n is None else n)
+        count = self._batch_size(n) if op == "sample" else rulebook.check_batch_size(1 if n is None else n, "n")
         try:
             return str(self._ask("explain", op=op, n=count))
         except BufferClosed as closed:

@@ -17,11 +17,13 @@ from millpond.core.errors import MillpondError, PeerLost
 from millpond.remote.answering import Answers, Client
 from millpond.remote.cluster import ray
 from millpond.remote.failures import failed
-from millpond.remote.line import Caller, Exchange
-from millpond.remote.messages import Message, decode, encode, number_of, payload_nbytes
+from millpond.remote.messages import Message, decode, encode, head_of, number_of, payload_nbytes, payload_of
 from millpond.remote.owner import Owner, this_host
 from millpond.remote.packed import Packed
+from millpond.remote.switchboard import Caller, Switchboard
+from millpond.remote.transports import nccl
 from millpond.remote.transports.gloo import Endpoint, Group
+from millpond.remote.transports.nccl import Direct, Introduction
 from millpond.remote.transports.ray import Bytes, to_array, to_tensor
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.inspection import describe_schema, inspect
@@ -34,7 +36,7 @@ from millpond.shm.reaper import reap
 _LOOK_S = 1.0  # seconds between looks whether the creator lives
 
 log = logging.getLogger("millpond")
-Part = TypeVar("Part", Group, Endpoint)
+Part = TypeVar("Part", Group, Endpoint, str)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Plan:
     kind: type[ReplayBuffer]
     storage: Any
     arguments: Mapping[str, Any]
-    connect_timeout: float
     creator: Creator | None = None  # with whom the owner ends, if it is a process of the same host
 
 
@@ -63,18 +64,26 @@ class Service:
         reap()  # what a killed owner left in shared memory on this host
         shared = type(plan.storage) is not TensorStorage  # that one is private memory, on a GPU perhaps
         self._packed = Packed(plan.kind(plan.storage, shared=shared, **plan.arguments))
-        self._timeout = plan.connect_timeout
         self._lock = threading.Lock()
         self._clients: dict[bytes, Client] = {}
         self._groups: dict[Caller, Group] = {}
-        self._prefixes: dict[Caller, list[str]] = {}
-        self.traffic = {"ray_in": 0, "ray_out": 0, "gloo_in": 0, "gloo_out": 0}  # bytes; by Ray the heads too
+        self._directs: dict[Caller, Direct] = {}
+        self.traffic = {
+            "ray_in": 0,
+            "ray_out": 0,
+            "gloo_in": 0,
+            "gloo_out": 0,
+            "nccl_out": 0,
+        }  # bytes; by Ray the heads too
         self._closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._packed.close)
             self._answers = Answers(self._packed)
-            self._endpoint = Endpoint(node) if plan.transport in ("auto", "gloo") else None
-            self._exchange = Exchange(node, came=self._came, serve=self._serve, left=self._left)
+            self._gpu = gpu_of(plan.storage)
+            if plan.transport == "nccl":
+                nccl.check(self._gpu, self._packed.buffer._rules.device)
+            self._endpoint = Endpoint(node) if plan.transport in ("auto", "gloo", "nccl") else None
+            self._switchboard = Switchboard(node, came=self._came, serve=self._serve, left=self._left)
             undo.pop_all()
         buffer = self._packed.buffer
         self.owner = Owner(
@@ -84,10 +93,11 @@ class Service:
             node=node,
             host=this_host(),
             transport=plan.transport,
-            line=self._exchange.address,
-            token=self._exchange.token,
+            line=self._switchboard.address,
+            token=self._switchboard.token,
             cluster=cluster,
-            gloo=None if self._endpoint is None else self._endpoint.address,
+            gloo=self._endpoint is not None,
+            gpu=self._gpu,
             handle=buffer.handle() if buffer.shared else None,
             rules=buffer._rules.unbound(),
         )
@@ -101,9 +111,7 @@ class Service:
         with self._lock:
             client = self._clients.pop(caller.id, None)
             self._groups.pop(caller, None)
-            prefixes = self._prefixes.pop(caller, [])
-        for prefix in prefixes:
-            self._in_use(self._endpoint).forget(prefix)
+        self._hang_up_directly(caller)
         if client is not None:
             self._answers.forget(client)
 
@@ -115,25 +123,40 @@ class Service:
         except MillpondError as problem:  # another version of millpond, or no millpond at all
             raise ConnectionError(str(problem)) from problem
         group = self._groups.get(caller)
+
+        def arrived() -> torch.Tensor:
+            received = self._in_use(group).receive(nbytes)
+            self._count("gloo_in", nbytes)
+            return received
+
         try:
-            payload = None
-            if nbytes:
-                payload = self._in_use(group).receive(nbytes)
-                self._count("gloo_in", nbytes)
-            request = decode(head, payload)
+            request = decode(head, arrived)
             if request.kind == "group":
                 self._make_group(caller, request)
                 return
             answer = self._answers.answer(client, request)
-            said, payload = encode(answer)
-            caller.send(answer.number, said)
-            if payload is not None:
-                self._count("gloo_out", payload.numel())  # before its client can know
-                self._in_use(group).send(payload.cpu())
+            self._tell(caller, group, answer)
+            if nbytes:
+                self._in_use(group).expect(nbytes)  # the next batch is probably as large
         except PeerLost as problem:  # the group broke, while the line holds: the client makes another and repeats
-            log.info("%s: %s", self.owner, problem)
+            log.info("%s: %s", self.owner, str(problem))
             self._groups.pop(caller, None)
+            self._hang_up_directly(caller)
             caller.send(number_of(head), encode(Message("broken", number_of(head)))[0])
+
+    def _tell(self, caller: Caller, group: Group | None, answer: Message) -> None:
+        """Send an answer: the head first, which the client reads while the payload is on its way."""
+        payload, direct = payload_of(answer), self._directs.get(caller)
+        if payload is None:
+            caller.send(answer.number, head_of(answer, None))
+        elif payload.is_cuda and direct is not None:
+            self._count("nccl_out", payload.numel())
+            caller.send(answer.number, head_of(answer, payload, direct=True))
+            direct.send(payload)
+        else:
+            self._count("gloo_out", payload.numel())  # before its client can know
+            caller.send(answer.number, head_of(answer, payload))
+            self._in_use(group).send(payload.cpu())
 
     @staticmethod
     def _in_use(part: Part | None) -> Part:
@@ -143,10 +166,23 @@ class Service:
 
     def _make_group(self, caller: Caller, request: Message) -> None:
         """The client makes its end at the same time."""
-        endpoint, prefix = self._in_use(self._endpoint), request.fields["prefix"]
+        number = request.number
+
+        def say(address: bytes) -> None:
+            caller.send(number, encode(Message("done", number, {"address": address.hex()}))[0])
+
+        if request.fields["direct"]:
+            self._directs[caller] = Direct(Introduction(say=say), nccl.OWNER, self._in_use(self._gpu))
+            return
         self._groups.pop(caller, None)
-        self._prefixes.setdefault(caller, []).append(prefix)
-        self._groups[caller] = endpoint.group(prefix, self._timeout)
+        self._hang_up_directly(caller)
+        theirs = bytes.fromhex(request.fields["address"])
+        self._groups[caller] = self._in_use(self._endpoint).group(theirs, say)
+
+    def _hang_up_directly(self, caller: Caller) -> None:
+        direct = self._directs.pop(caller, None)
+        if direct is not None:
+            direct.close()
 
     # ------------------------------------------------------------------ Ray
     def exchange(self, identity: bytes, head: bytes, array: Bytes | None) -> tuple[bytes, Bytes | None]:
@@ -170,7 +206,7 @@ class Service:
         owner = self.owner
         with self._lock:
             clients = [identity.hex()[:8] for identity in self._clients]
-        gloo = None if owner.gloo is None else f"gloo://{owner.gloo[0]}:{owner.gloo[1]}"
+        gloo = f"gloo://{owner.node}" if owner.gloo else None
         return {
             "name": owner.name,
             "namespace": owner.namespace,
@@ -214,11 +250,17 @@ class Service:
             self._closed = True
         self._packed.close()
         self._answers.close()
-        self._exchange.close()
+        self._switchboard.close()
 
     def _count(self, name: str, nbytes: int) -> None:
         with self._lock:
             self.traffic[name] += nbytes
+
+
+def gpu_of(storage: Any) -> str | None:
+    """The device of a storage, where it is a GPU."""
+    device = str(storage.device) if type(storage) is TensorStorage else ""
+    return device if device.startswith("cuda") else None
 
 
 class ReplayActor:

@@ -29,7 +29,7 @@ log = logging.getLogger("millpond")
 class Wire(Protocol):
     """What carries a request to the owner and brings the answer back: the one place where transports differ."""
 
-    def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]: ...
+    def exchange(self, request: Message, slot: Slot, expected: int) -> tuple[Message, bool]: ...
 
     def close(self) -> None: ...
 
@@ -77,8 +77,10 @@ class Session:
         fields: Mapping[str, Any] | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
         patience: Patience | None = None,
+        *,
+        expected: int = 0,
     ) -> Message:
-        """Ask, wait where the owner says so, and return the answer.
+        """Ask, wait where the owner says so, and return the answer, which probably has a payload of ``expected`` bytes.
 
         Raises:
             BufferClosed, PeerLost: the owner has closed the buffer, or has died. Where the request was a write,
@@ -89,7 +91,9 @@ class Session:
         number, request_fields = self._begin(), dict(fields or {})
         slot = self._line.open(number)
         try:
-            answer, noticed = self._exchange(number, Message(kind, number, request_fields, tensors or {}), slot)
+            answer, noticed = self._exchange(
+                number, Message(kind, number, request_fields, tensors or {}), slot, expected
+            )
             if answer.kind == "parked":
                 assert patience is not None
                 answer = self._wait(number, slot, patience, noticed)
@@ -129,7 +133,7 @@ class Session:
     def _told(self, slot: Slot, seconds: float) -> bool:
         """Is the answer there? Raises where the line has ended."""
         try:
-            said = slot.get(timeout=seconds) if seconds else slot.get_nowait()
+            said = self._line.wait(slot, seconds)
         except queue.Empty:
             return False
         if said is None:
@@ -159,21 +163,21 @@ class Session:
             self._settle(own)
 
     # ------------------------------------------------------------------ one exchange
-    def _exchange(self, number: int, request: Message, slot: Slot) -> tuple[Message, bool]:
+    def _exchange(self, number: int, request: Message, slot: Slot, expected: int = 0) -> tuple[Message, bool]:
         """Repeats under the same number what may not have arrived: the owner carries it out once."""
         for left in reversed(range(TRIES)):
             sent = Message(request.kind, number, request.fields, request.tensors, self._settled())
             try:
-                return self._wire.exchange(sent, slot)
+                return self._wire.exchange(sent, slot, expected)
             except ConnectionError as problem:
-                if self._line_ended() or not left:
+                if self._line_ended() or not left or isinstance(problem, PeerLost):
                     raise self._ended(problem) from problem
-                log.info("%s of %s is repeated: %s", request.kind, self.owner, problem)
+                log.info("%s of %s is repeated: %s", request.kind, self.owner, str(problem))  # it holds what broke
         raise AssertionError("unreachable")
 
     def _line_ended(self) -> bool:
         end = time.monotonic() + END_S
-        while self._line.end is None and time.monotonic() < end:
+        while self._line.look() is None and time.monotonic() < end:
             time.sleep(0.01)
         return self._line.end is not None
 
@@ -207,7 +211,7 @@ class Session:
     @property
     def lost(self) -> bool:
         """Has the connection ended, not on purpose?"""
-        return self._line.end == "lost" and not self._left
+        return self._line.look() == "lost" and not self._left
 
     def close(self) -> None:
         """Leave the owner."""

@@ -45,7 +45,7 @@ class RayWire:
         self._call = actor.exchange.options(concurrency_group=DATA)
         self._line = line
 
-    def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
+    def exchange(self, request: Message, slot: Slot, expected: int) -> tuple[Message, bool]:
         """The answer. The second part is for wires on which a parked answer may be told of before.
 
         Raises ``ConnectionError`` where it is not known whether the request arrived: repeat it, or find the line ended.
@@ -59,7 +59,7 @@ class RayWire:
                     head, array = self._ray.get(reference, timeout=SLICE_S)
                     return decode(head, to_tensor(array)), False
                 except errors.GetTimeoutError:
-                    if self._line.end is not None:
+                    if self._line.look() is not None:
                         raise ConnectionError("the line has ended") from None
         except errors.RayError as problem:
             raise ConnectionError(f"{type(problem).__name__}: {problem}") from problem

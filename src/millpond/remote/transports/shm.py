@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 
 from millpond.core.errors import NotShareable
 from millpond.remote.owner import Owner
-from millpond.replay.buffer import Handle, ReplayBuffer
+from millpond.replay.buffer import ReplayBuffer
 from millpond.shm import identity
 from millpond.shm.directory import Owner as Mark
 
@@ -40,6 +37,4 @@ def attach(owner: Owner) -> ReplayBuffer:
     """The owner's buffer in this process. Raises ``PeerLost`` or ``NotShareable`` where it is gone or not reachable."""
     if owner.handle is None:
         raise NotShareable("the buffer does not lie in shared memory")
-    rules = owner.handle.rules
-    sampler = copy(rules.sampler) if rules.frozen is None else pickle.loads(rules.frozen)  # one belongs to one buffer
-    return ReplayBuffer.attach(Handle(owner.handle.path, replace(rules, sampler=sampler)))
+    return ReplayBuffer.attach(owner.handle)

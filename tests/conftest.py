@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -49,6 +50,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ["MILLPOND_SHM"] = before
 
 
+def on_ray(item: pytest.Item) -> bool:
+    return any("ray" in mark.args for mark in item.iter_markers("xdist_group"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on Ray comes first and in one run: it takes longest, and afterwards Ray can go."""
+    items.sort(key=lambda item: not on_ray(item))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ray goes with the last test that needs it: its threads and processes would be taken for leaks of the others."""
+    if on_ray(item) and (nextitem is None or not on_ray(nextitem)) and "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
@@ -85,3 +103,24 @@ def what_stays(before: frozenset[leaks.Trace], *, grace_s: float) -> frozenset[l
     while (left := leaks.look() - before) and time.monotonic() < end:
         time.sleep(0.01)
     return left
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[str]:
+    """The address of a Ray cluster of one node, to which this process is connected as any program would be.
+
+    One for all tests, since a process can be connected to one only: they run in one worker, `xdist_group("ray")`.
+    """
+    ray = pytest.importorskip("ray")
+    environment = {
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the workers find what the tests define
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    with tempfile.TemporaryDirectory(prefix="mp-ray-") as directory, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():  # the directory's name is short: sockets are made in it
+            patch.setenv(name, value)
+        quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+        ray.init(num_cpus=2, namespace="tests", _temp_dir=directory, **quiet)
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,25 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster at a time is enough
 
 
-@pytest.fixture(scope="package")
-def ray_started() -> Iterator[Any]:
-    """One cluster of one node, to which this process is connected as any program would be."""
-    ray = pytest.importorskip("ray")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the workers find what the tests define
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with tempfile.TemporaryDirectory(prefix="mp-ray-") as directory:  # short: sockets are made in it
-        quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
-        ray.init(num_cpus=2, _temp_dir=directory, **quiet)
-        yield ray
-        ray.shutdown()
-
-
 @pytest.fixture
-def cluster(ray_started: Any) -> Iterator[Any]:
+def cluster(ray_session: str) -> Iterator[Any]:
     """Ray; and no thread, actor or segment of millpond's stays."""
+    import ray
+
     before = _ours()
-    yield ray_started
+    yield ray
     end = time.monotonic() + PATIENCE_S
     while left := _ours() - before:
         assert time.monotonic() < end, f"the test left behind: {sorted(left)}"

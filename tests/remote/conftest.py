@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from millpond.shm.directory import shared_root
 from millpond.shm.reaper import reap
 
 multiprocessing.set_forkserver_preload(["millpond.remote.service", "millpond.remote.client"])
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
 
 Make = Callable[..., Any]
@@ -130,21 +128,9 @@ def client() -> Iterator[Callable[..., ReplayClient]]:
 
 # ---------------------------------------------------------------------- Ray
 @pytest.fixture(scope="package")
-def cluster() -> Iterator[str]:
-    """The address of a cluster of one node, to which this process is connected as any program would be."""
-    ray = pytest.importorskip("ray")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the workers find what the tests define
-    with tempfile.TemporaryDirectory(prefix="mp-ray-") as directory:  # short: sockets are made in it
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-            namespace="tests",
-            _temp_dir=directory,
-        )
-        yield ray.get_runtime_context().gcs_address
-        ray.shutdown()
+def cluster(ray_session: str) -> str:
+    """The address of the cluster."""
+    return ray_session
 
 
 @pytest.fixture
@@ -187,8 +173,9 @@ def ray_keeper(cluster: str) -> Iterator[Callable[[Any], Owner]]:
         return ray.get(actor.open.remote(asked, ray.get_runtime_context().gcs_address))
 
     yield opened
-    ray.get(actor.close.remote())
-    ray.kill(actor)
+    if ray.is_initialized():  # else it went with the cluster
+        ray.get(actor.close.remote())
+        ray.kill(actor)
 
 
 # ---------------------------------------------------------------------- a buffer in each place

@@ -117,9 +117,12 @@ class Ring:
     def at(self, state: State, positions: Ints) -> tuple[Ints, Ints]:
         tail, capacity = state[TAIL], self.capacity
         start = tail % capacity
-        slots = positions + start
-        if start + state[LIVE] > capacity:
-            slots[slots >= capacity] -= capacity
+        if start + state[LIVE] <= capacity:
+            return positions + start, positions + tail
+        slots = positions + (start - capacity)
+        wrapped = slots >> 63  # all bits set where it is below 0: quicker than a mask
+        wrapped &= capacity
+        slots += wrapped
         return slots, positions + tail
 
     def number(self, state: State, slots: Ints) -> Ints:

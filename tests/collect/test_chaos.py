@@ -131,3 +131,25 @@ def test_a_collector_that_nobody_closed_does_not_hold_up_the_end(tmp_path: Path)
     script.write_text(FORGETFUL)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+UNGUARDED = """
+from millpond import ReplayBuffer
+from millpond.collect import MultiCollector
+collector = MultiCollector(
+    "Pendulum-v1", num_workers=1, frames_per_batch=64, total_frames=100, replay=ReplayBuffer(1000), start_method="{}"
+)
+collector.start()
+collector.wait(timeout=60)
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_script_without_a_main_guard_is_told_so_and_leaves_nothing(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(method))
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert 'must stand under `if __name__ == "__main__":`' in ended.stderr
+    assert 'outside of `if __name__ == "__main__":`?' in ended.stderr.strip().splitlines()[-1]
+    assert not list(leftovers())

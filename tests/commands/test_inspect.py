@@ -18,6 +18,7 @@ import torch
 
 from millpond import BlockingReplayBuffer, Flow, ReplayBuffer
 from millpond.cli import main
+from millpond.commands import inspect as inspect_command
 from millpond.core.errors import BufferClosed
 from millpond.replay import (
     ConsumingSampler,
@@ -29,6 +30,7 @@ from millpond.replay import (
 )
 from millpond.replay.inspection import inspect
 from millpond.shm.directory import Owner
+from millpond.train.checkpoint import REPLAY
 
 FORK: Any = mp.get_context("fork")
 
@@ -364,3 +366,17 @@ def test_what_is_no_buffer_is_one_line_and_exit_code_2(tmp_path: Path, capsys: A
         assert said in err
         assert err.count("\n") == 1
         assert "Traceback" not in err
+
+
+def test_a_run_and_its_checkpoints_are_known_by_what_they_hold(tmp_path, capsys):
+    """Of a run the newest checkpoint's buffer."""
+    assert inspect_command.REPLAY == REPLAY
+    for frames in (100, 200):
+        folder = tmp_path / "run" / "checkpoints" / f"{frames:012d}"
+        folder.mkdir(parents=True)
+        with ReplayBuffer(frames) as rb:
+            rb.extend({"x": torch.arange(frames)})
+            rb.dumps(folder / REPLAY)
+    for path, frames in (("run", 200), ("run/checkpoints/000000000100", 100)):
+        assert main(["inspect", str(tmp_path / path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["counters"]["write_count"] == frames

@@ -160,6 +160,10 @@ def test_train_then_eval_then_load(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert first.count("episode ") == 2
     assert main(["eval", "run", "--episodes", "2"]) == 0
     assert capsys.readouterr().out == first
+    newest = sorted(path.name for path in (elsewhere / "run" / "checkpoints").iterdir())[-1]
+    for checkpoint in (newest, f"run/checkpoints/{newest}"):
+        assert main(["eval", "run", "--episodes", "2", "--checkpoint", checkpoint]) == 0
+        assert capsys.readouterr().out == first
     assert main(["eval", "run", "--episodes", "0"]) == 2
     assert main(["eval", "nowhere"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "millpond eval: nowhere is no run: it holds no config.yaml"

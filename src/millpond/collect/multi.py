@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiprocessing import get_context, set_forkserver_preload
+from multiprocessing import current_process, get_context, set_forkserver_preload
 from typing import Any, Literal, get_args
 
 from millpond.collect.budget import FrameBudget
@@ -58,6 +58,11 @@ class MultiCollector(TeamCollector):
         keep_float64: bool = False,
         start_method: StartMethod = "forkserver",
     ) -> None:
+        if getattr(current_process(), "_inheriting", False):  # before anything is made that nobody would remove
+            raise InvalidArgument(
+                "a process that is just starting cannot start workers: it imports the main script for that, so what "
+                'the script does must stand under `if __name__ == "__main__":`'
+            )
         if start_method not in get_args(StartMethod):
             raise InvalidArgument(f"start_method must be one of {get_args(StartMethod)}, not {start_method!r}")
         spec = plan(

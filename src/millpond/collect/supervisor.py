@@ -262,7 +262,10 @@ class Supervisor:
         seat.deaths.append(reason)
         total = self.restarts
         if reason == _NEVER_BEGAN:  # the next one would not either
-            self._fail(f"worker {seat.worker} {reason}; what it wrote to the standard error stream tells why")
+            self._fail(
+                f"worker {seat.worker} {reason}; what it wrote to the standard error stream tells why. "
+                'Does the script start workers outside of `if __name__ == "__main__":`?'
+            )
             self._end(seat)
             return
         if total > self._max_restarts:

@@ -23,7 +23,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--episodes", type=int, help="how many (default: the run's eval.episodes)")
     parser.add_argument("--seed", type=int, default=0, help="of the episodes (default: 0)")
-    parser.add_argument("--checkpoint", type=Path, help="one of the run's checkpoints (default: the newest)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="one of the run's checkpoints, by name or path (default: the newest)"
+    )
     parser.add_argument("--video", type=Path, help="write a film of one environment to this MP4 file too")
     asked = parser.parse_args(words)
     if asked.episodes is not None and asked.episodes < 1:

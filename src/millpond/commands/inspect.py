@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from millpond.core.errors import InvalidArgument, NotShareable
@@ -14,10 +15,11 @@ from millpond.replay.inspection import Report, inspect, shared_buffers
 from millpond.shm.directory import PREFIX
 from millpond.shm.reaper import reap
 
+REPLAY = "replay.millpond"  # as training names it; what trains is not needed to look
 HELP = """\
-PATH is the directory of a buffer in shared memory or on disk, a checkpoint file, or ray://NAME for a buffer in the Ray
-cluster of $RAY_ADDRESS or of this machine. Without PATH: the buffers in shared memory. A buffer is looked at without
-its lock; its counters and its owner stay what they are.
+PATH is the directory of a buffer in shared memory or on disk, a checkpoint file, a run or one of its checkpoints, or
+ray://NAME for a buffer in the Ray cluster of $RAY_ADDRESS or of this machine. Without PATH: the buffers in shared
+memory. A buffer is looked at without its lock; its counters and its owner stay what they are.
 """
 
 
@@ -49,7 +51,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def _look(path: str, rows: int) -> Report:
-    return inspect_owner(path, rows=rows) if path.startswith(SCHEME) else inspect(path, rows=rows)
+    return inspect_owner(path, rows=rows) if path.startswith(SCHEME) else inspect(_saved(Path(path)), rows=rows)
+
+
+def _saved(path: Path) -> Path:
+    """The buffer that is meant: of a run's checkpoint that checkpoint's, of a run the newest one's."""
+    for pattern in (REPLAY, f"checkpoints/*/{REPLAY}"):
+        found = sorted(path.glob(pattern))
+        if found:
+            return found[-1]
+    return path
 
 
 def _reap(*, as_json: bool) -> None:

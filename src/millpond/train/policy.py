@@ -18,8 +18,8 @@ def load_policy(run: str | os.PathLike[str], *, checkpoint: str | os.PathLike[st
 
     It maps a TensorDict ``[batch]`` of observations, as the environment gives them, to the same TensorDict, on the CPU,
     without gradients. With ``normalize_observations`` it normalises them by the statistics of the checkpoint.
-    ``checkpoint`` is one of the run's checkpoint directories; the newest by default. Neither the environment nor the
-    replay is needed.
+    ``checkpoint`` is one of the run's checkpoint directories, by its name or its path; the newest by default. Neither
+    the environment nor the replay is needed.
 
     Raises:
         InvalidArgument: ``run`` is no run directory.
@@ -27,7 +27,11 @@ def load_policy(run: str | os.PathLike[str], *, checkpoint: str | os.PathLike[st
     """
     directory = RunDirectory.open(Path(run))
     settings = settings_from_file(directory.config)
-    path = Checkpoints(directory.checkpoints).latest() if checkpoint is None else Path(checkpoint)
+    if checkpoint is None:
+        path = Checkpoints(directory.checkpoints).latest()
+    else:  # its name, or a path
+        named = directory.checkpoints / Path(checkpoint).name
+        path = named if named.is_dir() and not Path(checkpoint).is_dir() else Path(checkpoint)
     state = read_checkpoint(path)
     algorithm = algorithm_of(settings, spec_from_json(state["spec"]), statistics=None, device="cpu")
     algorithm.load_state_dict(load_tensors(path / ALGORITHM))

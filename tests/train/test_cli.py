@@ -160,7 +160,7 @@ def test_train_then_eval_then_load(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert first.count("episode ") == 2
     assert main(["eval", "run", "--episodes", "2"]) == 0
     assert capsys.readouterr().out == first
-    newest = sorted(path.name for path in (elsewhere / "run" / "checkpoints").iterdir())[-1]
+    newest = max(path.name for path in (elsewhere / "run" / "checkpoints").iterdir())
     for checkpoint in (newest, f"run/checkpoints/{newest}"):
         assert main(["eval", "run", "--episodes", "2", "--checkpoint", checkpoint]) == 0
         assert capsys.readouterr().out == first

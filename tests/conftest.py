@@ -56,8 +56,8 @@ def on_ray(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on Ray comes first and in one run: it takes longest, and afterwards Ray can go."""
-    items.sort(key=lambda item: not on_ray(item))
+    """What runs on Ray comes last and in one run: a process that was connected to Ray may die with it later."""
+    items.sort(key=on_ray)
 
 
 @pytest.hookimpl(trylast=True)

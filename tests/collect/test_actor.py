@@ -189,7 +189,7 @@ def test_weights_come_with_the_orders_where_the_board_is_out_of_reach() -> None:
 
 def test_neighbours_pull_from_the_board_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[Any] = []
-    monkeypatch.setattr("millpond.collect.actor._end_with", lambda *owner: watched.append(owner))
+    monkeypatch.setattr(identity, "when_gone", lambda pid, started, act: watched.append((pid, started)))
     module = Constant(1.0)
     with WeightBoard(module) as board:
         actor, begun = began(spec(policy=Constant()), board=pickle.dumps(board), home=Home.here())

@@ -164,6 +164,7 @@ def test_train_then_eval_then_load(elsewhere: Path, capsys: pytest.CaptureFixtur
     for checkpoint in (newest, f"run/checkpoints/{newest}"):
         assert main(["eval", "run", "--episodes", "2", "--checkpoint", checkpoint]) == 0
         assert capsys.readouterr().out == first
+    assert main(["eval", "run", "--checkpoint", f"nowhere/{newest}"]) == 2  # another run's, which is not there
     assert main(["eval", "run", "--episodes", "0"]) == 2
     assert main(["eval", "nowhere"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "millpond eval: nowhere is no run: it holds no config.yaml"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
-import time
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -24,7 +22,6 @@ from millpond.weights import Snapshot, Weights
 
 Outcome = Literal["begun", "written", "dropped", "batch", "kept", "closed", "failed"]
 Line = tuple[int, bytes]  # see WorkerLine.told
-_OWNER_SLICE_S = 0.5
 
 
 class Home(NamedTuple):
@@ -112,14 +109,17 @@ class CollectActor:
         self._seen = 0  # quarantined rows that were told
         self._line = Roster(bytearray(Roster.nbytes(1)), workers=1).lines[0]
 
-    def begin(self, spec: bytes, line: Line, number: int, board: bytes | None, home: Home, owner: Any) -> Report:
+    def begin(
+        self, spec: bytes, line: Line, number: int, board: bytes | None, home: Home, owner: tuple[int, int]
+    ) -> Report:
         """Make the environments. ``number`` is that of the first order, ``board`` the weights for those at ``home``."""
         self._next = number
         self._line.hear(line)
         try:
             neighbour = home == Home.here()
             if neighbour:
-                threading.Thread(target=_end_with, args=owner, name="millpond owner watch", daemon=True).start()
+                # Ray notices a killed driver by who adopts its children, which not every system lets it see.
+                identity.when_gone(*owner, lambda: os._exit(0))
             life = self._line.enter()
             self._furnish(spec, life, board if neighbour else None)
         except BaseException as problem:  # noqa: BLE001  # it is told to the one who can do something about it
@@ -222,10 +222,3 @@ class CollectActor:
     def finish(self) -> None:
         """Close the environments. After the last batch."""
         self._env.close()
-
-
-def _end_with(pid: int, started: int) -> None:
-    """Ray notices a killed driver by who adopts its children, which not every system lets it see."""
-    while identity.alive(pid, started):
-        time.sleep(_OWNER_SLICE_S)
-    os._exit(0)

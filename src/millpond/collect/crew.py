@@ -1,4 +1,4 @@
-"""The worker processes of one collector, and what they share with it: a directory, a roster, lines of the budget."""
+"""The workers of one collector, and what they share with it: a roster, lines of the budget; processes, a directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.roster import Roster
-from millpond.collect.supervision import receipts_of
+from millpond.collect.supervision import Supervision, receipts_of
 from millpond.collect.supervisor import Supervisor
 from millpond.collect.workers import WorkerSpec
 from millpond.core.errors import InvalidArgument, MillpondError
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
 
-_GRACE_S = 4.0  # how long workers may take to end by themselves
 _lines_in_use: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()  # of each buffer
 
 
@@ -43,62 +42,55 @@ class Lines:
             _lines_in_use.get(self._replay, set()).difference_update(self.numbers)
 
 
-class ProcessCrew:
+class Crew:
     """Places for ``spec.workers`` workers, each with a line of the budget that is also free in ``replay``.
 
     ``launch`` fills them, ``stop`` empties them, ``release`` gives everything back. Whoever forgets the crew leaves no
-    process behind, neither when it is collected nor at the end of the program.
+    worker behind, neither when it is collected nor at the end of the program. What the workers are says `_hire`.
 
     Raises:
         InvalidArgument, Unsatisfiable: fewer than one worker, or more than there are lines.
     """
 
-    def __init__(self, spec: WorkerSpec, *, replay: Any, context: mp_context.BaseContext, max_restarts: int) -> None:
-        self._spec, self._context, self._max_restarts = spec, context, max_restarts
+    roster: Roster
+    _grace_s: float  # how long workers may take to end by themselves
+
+    def __init__(self, spec: WorkerSpec, *, replay: Any, max_restarts: int) -> None:
+        self._spec, self._max_restarts = spec, max_restarts
         self._claimed = Lines(spec.budget, replay, workers=spec.workers)
         self.lines = self._claimed.numbers
-        self._owner, self._directory = os.getpid(), make_directory("collector")
-        self._remove = weakref.finalize(self, _remove, self._directory, self._owner)
-        allocate(self._directory / "roster", Roster.nbytes(spec.workers))
-        self.roster = Roster(map_file(self._directory / "roster"), workers=spec.workers)
-        self.supervisor: Supervisor | None = None
+        self.supervisor: Supervision | None = None
+        self._owner = os.getpid()
 
     @property
     def ours(self) -> bool:
-        """Was it made in this process? A forked child inherits the object, but not the processes."""
+        """Was it made in this process? A forked child inherits the object, but not the workers."""
         return self._owner == os.getpid()
 
-    def launch(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervisor:
+    def launch(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervision:
         """Start the workers, the first time. ``rows``: what earlier ones had collected and not handed over.
 
         Raises:
-            InvalidArgument: the environment or the policy cannot be pickled.
+            InvalidArgument: the environment, the policy or something else cannot travel to them.
         """
         if self.supervisor is None:
-            supervisor = Supervisor(
-                pickled(self._spec_of(i, rows.get(i)) for i in range(len(self.lines))),
-                lines=self.lines,
-                budget=self._spec.budget,
-                roster=self.roster,
-                context=self._context,
-                max_restarts=self._max_restarts,
-                receipt=receipts_of(self._spec.replay),
-                reclaims=self._spec.duty != "obey",
-            )
+            supervisor = self._hire(rows)
             self._stop_forgotten = weakref.finalize(self, _stop, supervisor, self._owner)
-            atexit.register(self._stop_forgotten)  # before multiprocessing's own, which would wait for the workers
+            self._stop_forgotten.atexit = False
+            atexit.register(
+                self._stop_forgotten
+            )  # before what multiprocessing and Ray have registered, which came first
             supervisor.start()
             self.supervisor = supervisor
         return self.supervisor
 
-    def _spec_of(self, worker: int, rows: dict[str, Any] | None) -> WorkerSpec:
+    def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervision:
+        raise NotImplementedError
+
+    def _spec_of(self, worker: int, rows: dict[str, Any] | None, **own: Any) -> WorkerSpec:
+        life = self.roster.lines[worker].lives
         return dataclasses.replace(
-            self._spec,
-            worker=worker,
-            line=self.lines[worker],
-            directory=self._directory,
-            first_life=self.roster.lines[worker].lives,
-            rows=rows,
+            self._spec, worker=worker, line=self.lines[worker], first_life=life, rows=rows, **own
         )
 
     def deaths(self) -> list[list[str]]:
@@ -109,13 +101,43 @@ class ProcessCrew:
     def stop(self) -> None:
         """End the workers, by force those that do not come to an end by themselves."""
         if self.supervisor is not None:
-            self.supervisor.stop(_GRACE_S)
+            self.supervisor.stop(self._grace_s)
             atexit.unregister(self._stop_forgotten)
             self._stop_forgotten.detach()
 
     def release(self) -> None:
-        """Give the lines back, and remove the directory."""
+        """Give back what was taken."""
         self._claimed.release()
+
+
+class ProcessCrew(Crew):
+    """Processes on this host, that share a directory with the roster."""
+
+    _grace_s = 4.0
+
+    def __init__(self, spec: WorkerSpec, *, replay: Any, context: mp_context.BaseContext, max_restarts: int) -> None:
+        super().__init__(spec, replay=replay, max_restarts=max_restarts)
+        self._context, self._directory = context, make_directory("collector")
+        self._remove = weakref.finalize(self, _remove, self._directory, self._owner)
+        allocate(self._directory / "roster", Roster.nbytes(spec.workers))
+        self.roster = Roster(map_file(self._directory / "roster"), workers=spec.workers)
+
+    def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervisor:
+        workers = range(len(self.lines))
+        return Supervisor(
+            pickled(self._spec_of(i, rows.get(i), directory=self._directory) for i in workers),
+            lines=self.lines,
+            budget=self._spec.budget,
+            roster=self.roster,
+            context=self._context,
+            max_restarts=self._max_restarts,
+            receipt=receipts_of(self._spec.replay),
+            reclaims=self._spec.duty != "obey",
+        )
+
+    def release(self) -> None:
+        """Also the directory."""
+        super().release()
         self._remove()
 
 
@@ -131,7 +153,7 @@ def pickled(specs: Iterable[object]) -> list[bytes]:
         raise InvalidArgument(f"the environment or the policy cannot travel to the workers: {problem}") from problem
 
 
-def _stop(supervisor: Supervisor, owner: int) -> None:
+def _stop(supervisor: Supervision, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked child, which inherits the finalizer
         supervisor.stop(0.0)
 

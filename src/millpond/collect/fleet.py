@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millpond.collect.actor import CollectActor, Home
-from millpond.collect.berth import Berth, Parcel
+from millpond.collect.berth import Berth
 from millpond.collect.post import CONTROL, KILL_S, Carrier, Post, bury
 from millpond.collect.roster import Roster
 from millpond.collect.station import Station
-from millpond.collect.supervision import KEPT_EVENTS, receipts_of
+from millpond.collect.supervision import Supervision, receipts_of
 from millpond.collect.workers import WorkerSpec
-from millpond.core.errors import InvalidArgument, WorkerFailed
+from millpond.core.errors import InvalidArgument
 from millpond.remote.cluster import ray
 
 logger = logging.getLogger("millpond.collect")
@@ -32,7 +32,7 @@ _TICK_S = 0.1  # how often what cannot notify is looked at
 _CLOSE_S = 2.0  # how long environments may take to be closed
 
 
-class Fleet:
+class Fleet(Supervision):
     """Runs one ``CollectActor`` per spec until ``stop``.
 
     ``spec`` says what all of them do, ``specs`` are the pickled ones. ``options`` are Ray's. As ``Supervisor`` else.
@@ -40,6 +40,8 @@ class Fleet:
     Raises:
         TypeError, ValueError: Ray does not take these options.
     """
+
+    seats: list[Berth]
 
     def __init__(
         self,
@@ -51,10 +53,7 @@ class Fleet:
         options: Mapping[str, Any],
         max_restarts: int,
     ) -> None:
-        self.deliveries: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-        self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self.quarantine: list[Any] = []
-        self.failure: WorkerFailed | None = None
+        super().__init__(roster=roster, max_restarts=max_restarts)
         self.budget, self.options = spec.budget, dict(options)
         self.carrier = Carrier(spec.weights)
         self.surroundings = (None if spec.weights is None else pickle.dumps(spec.weights), Home.here())
@@ -62,32 +61,14 @@ class Fleet:
         dropping = flow is not None and flow.admission == "drop_newest"
         self.ahead = 1 if dropping else _AHEAD  # a receipt tells what was written, not what was dropped before it
         self._class = ray().remote(concurrency_groups={CONTROL: 1})(CollectActor).options(**options)
-        self._roster, self._max_restarts = roster, max_restarts
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.put = self._events.put
         self._word, self._said = 0, (0, False)  # what the actors were told: to pause, to stop
-        self._changed = threading.Condition()
-        self._stopping = threading.Event()
         receipt = receipts_of(spec.replay)
         self.seats = [Berth(i, spec, line=line, budget=spec.budget, receipt=receipt) for i, line in enumerate(lines)]
         self._stations = [
             Station(self, berth, spec=specs[berth.worker], line=roster.lines[berth.worker]) for berth in self.seats
         ]
-        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
-
-    def start(self) -> None:
-        """Start the workers; returns at once."""
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """No worker runs, and none will be started."""
-        return all(berth.ended for berth in self.seats)
-
-    @property
-    def stopping(self) -> bool:
-        """The workers are told to end."""
-        return self._roster.stopping
 
     def order(self, worker: int, frames: int, random_frames: int) -> None:
         """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
@@ -108,8 +89,8 @@ class Fleet:
             self._stopping.set()
             return
         self.put(None)
-        with self._changed:
-            self._changed.wait_for(lambda: self.ended, timeout=grace_s)
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended, timeout=grace_s)
         self._stopping.set()
         self.put(None)
         self._thread.join(_CLOSE_S + KILL_S + 1)
@@ -181,33 +162,3 @@ class Fleet:
     def told_to_stop(self) -> bool:
         """Were the actors told to stop?"""
         return self._said[1]
-
-    def note(self, events: Sequence[Any]) -> None:
-        """Transitions that were not stored."""
-        self.quarantine = [*self.quarantine, *events][-KEPT_EVENTS:]
-
-    def lost(self, berth: Berth, reason: str) -> None:
-        """An actor died: is it to be replaced?"""
-        if self.failure is not None or self._roster.stopping:
-            return
-        berth.deaths.append(reason)
-        restarts = sum(len(one.deaths) for one in self.seats)
-        if restarts > self._max_restarts:
-            self.fail(f"worker {berth.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
-        else:
-            logger.warning("worker %d %s; restart %d of %d", berth.worker, reason, restarts, self._max_restarts)
-
-    def end(self, berth: Berth) -> None:
-        """Nobody is at this berth, or nothing is left for it."""
-        with self._changed:
-            berth.ended = True
-            self._changed.notify_all()
-
-    def fail(self, text: str, *, cause: BaseException | None = None) -> None:
-        """The collection has failed, for the first reason that there is."""
-        if self.failure is None:
-            logger.error("%s", text)
-            failure = WorkerFailed(text)
-            failure.__cause__ = cause
-            self.failure = failure
-        self._roster.stop()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
-import os
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.collector import Layout
-from millpond.collect.crew import Lines, pickled
+from millpond.collect.crew import Crew, pickled
 from millpond.collect.fleet import Fleet
 from millpond.collect.roster import Roster
 from millpond.collect.team import TeamCollector, plan
@@ -20,7 +16,6 @@ from millpond.core.errors import InvalidArgument
 from millpond.remote import cluster
 from millpond.weights import WeightBoard
 
-_GRACE_S = 2.0  # how long actors may take to end by themselves
 _OURS = ("max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups", "lifetime", "name")
 
 
@@ -92,77 +87,28 @@ class RayCollector(TeamCollector):
         super().__init__(spec, crew, replay=replay, owns_budget=budget is None)
 
 
-class RayCrew:
-    """Berths for ``spec.workers`` actors; as ``ProcessCrew``, but the roster is in this process alone."""
+class RayCrew(Crew):
+    """Actors. The roster is in this process alone, and so is the budget."""
+
+    _grace_s = 2.0
 
     def __init__(self, spec: WorkerSpec, *, replay: Any, options: Mapping[str, Any], max_restarts: int) -> None:
-        self._spec, self._options, self._max_restarts = spec, options, max_restarts
-        self._claimed = Lines(spec.budget, replay, workers=spec.workers)
-        self.lines = self._claimed.numbers
+        super().__init__(spec, replay=replay, max_restarts=max_restarts)
+        self._options = options
         self.roster = Roster(bytearray(Roster.nbytes(spec.workers)), workers=spec.workers)
-        self.supervisor: Fleet | None = None
-        self._owner = os.getpid()
 
-    @property
-    def ours(self) -> bool:
-        """Was it made in this process? A forked child inherits the object, but not the actors."""
-        return self._owner == os.getpid()
-
-    def launch(self, rows: Mapping[int, dict[str, Any] | None]) -> Fleet:
-        """Start the actors, the first time. ``rows``: what earlier ones had collected and not handed over.
-
-        Raises:
-            InvalidArgument: the environment or the policy cannot be pickled, or Ray does not know an option.
-        """
-        if self.supervisor is None:
-            specs = pickled((self._spec_of(i, rows.get(i)), self._spec.budget.total) for i in range(len(self.lines)))
-            cluster.join(None)
-            try:
-                fleet = Fleet(
-                    self._spec,
-                    specs,
-                    lines=self.lines,
-                    roster=self.roster,
-                    options=self._options,
-                    max_restarts=self._max_restarts,
-                )
-            except (TypeError, ValueError) as problem:
-                raise InvalidArgument(f"Ray does not take these ray_options: {problem}") from problem
-            self._stop_forgotten = weakref.finalize(self, _stop, fleet, self._owner)
-            self._stop_forgotten.atexit = False
-            atexit.register(self._stop_forgotten)  # registered after Ray's own, so called before it
-            fleet.start()
-            self.supervisor = fleet
-        return self.supervisor
-
-    def _spec_of(self, worker: int, rows: dict[str, Any] | None) -> WorkerSpec:
-        return dataclasses.replace(
-            self._spec,
-            worker=worker,
-            line=self.lines[worker],
-            first_life=self.roster.lines[worker].lives,
-            rows=rows,
-            budget=None,  # type: ignore[arg-type]  # it stays here
-            weights=None,
-        )
-
-    def deaths(self) -> list[list[str]]:
-        """Of each worker: why it was replaced, each time."""
-        berths = self.supervisor.seats if self.supervisor is not None else []
-        return [list(berth.deaths) for berth in berths] or [[] for _ in self.lines]
-
-    def stop(self) -> None:
-        """End the actors, by force those that do not come to an end by themselves."""
-        if self.supervisor is not None:
-            self.supervisor.stop(_GRACE_S)
-            atexit.unregister(self._stop_forgotten)
-            self._stop_forgotten.detach()
-
-    def release(self) -> None:
-        """Give the lines back."""
-        self._claimed.release()
-
-
-def _stop(fleet: Fleet, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child, which inherits the finalizer
-        fleet.stop(0.0)
+    def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> Fleet:
+        total, workers = self._spec.budget.total, range(len(self.lines))
+        specs = pickled((self._spec_of(i, rows.get(i), budget=None, weights=None), total) for i in workers)
+        cluster.join(None)
+        try:
+            return Fleet(
+                self._spec,
+                specs,
+                lines=self.lines,
+                roster=self.roster,
+                options=self._options,
+                max_restarts=self._max_restarts,
+            )
+        except (TypeError, ValueError) as problem:
+            raise InvalidArgument(f"Ray does not take these ray_options: {problem}") from problem

@@ -16,7 +16,6 @@ from millpond.collect.actor import Report
 from millpond.collect.berth import Berth, Parcel
 from millpond.collect.post import PULSE_S, Post, bury
 from millpond.collect.roster import DEAD, FAILED, FINISHED, PAUSED, STARTING, WorkerLine
-from millpond.collect.supervision import told
 from millpond.remote.cluster import ray
 from millpond.shm import identity
 
@@ -134,7 +133,7 @@ class Station:
     def _note(self, answer: Report) -> None:
         self._hear(answer.line)
         if answer.quarantined:
-            self._fleet.note(told(self.berth.worker, answer.quarantined))
+            self._fleet.note(self.berth.worker, answer.quarantined)
 
     def _hear(self, said: tuple[int, bytes]) -> None:
         if self._line.state not in _LAST:  # else it says something older
@@ -160,7 +159,8 @@ class Station:
         self.berth.died(doubt_ends=0.0 if post.direct else time.monotonic() + DOUBT_S)
         self.berth.settle(time.monotonic())
         self._line.state = DEAD
-        self._fleet.lost(self.berth, reason)
+        if self._fleet.failure is None and not self._fleet.stopping:
+            self._fleet.lost(self.berth, reason)
 
     def _failed(self, summary: str, trace: str) -> None:
         self._line.state = FAILED

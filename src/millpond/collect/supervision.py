@@ -1,10 +1,11 @@
-"""What a collector must know of those who look after its workers, whether these are processes or Ray actors."""
+"""Looking after workers, whether these are processes or Ray actors."""
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -34,73 +35,88 @@ class Place(Protocol):
     ended: bool
 
 
-class Supervision(Protocol):
-    """Starts workers, listens to them, and replaces those that die, in a thread of its own."""
+class Supervision:
+    """Starts workers, listens to them, and replaces those that die, in a thread of its own, which is `_run`.
 
-    failure: WorkerFailed | None
-    quarantine: list[Any]
+    Batches that workers hand over appear in ``deliveries``; after anything that a waiter might wait for, ``changed`` is
+    notified. ``failure`` is set once, when a worker raised, or more than ``max_restarts`` died.
+    """
 
-    @property
-    def seats(self) -> Sequence[Place]: ...
+    seats: Sequence[Place]
 
-    @property
-    def deliveries(self) -> queue.SimpleQueue[Any]: ...
+    def __init__(self, *, roster: Roster, max_restarts: int) -> None:
+        self.deliveries: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.quarantine: list[Any] = []  # the latest transitions that were not stored
+        self.failure: WorkerFailed | None = None
+        self.changed = threading.Condition()
+        self._roster, self._max_restarts = roster, max_restarts
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
 
-    @property
-    def states(self) -> queue.SimpleQueue[tuple[int, dict[str, Any]]]: ...
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Start the workers; returns at once."""
+        self._thread.start()
 
     @property
     def ended(self) -> bool:
         """No worker runs, and none will be started."""
+        return all(seat.ended for seat in self.seats)
 
     @property
     def stopping(self) -> bool:
         """The workers are told to end."""
+        return self._roster.stopping
 
     def order(self, worker: int, frames: int, random_frames: int) -> None:
         """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
+        raise NotImplementedError
 
     def ask(self, worker: int) -> bool:
         """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
+        raise NotImplementedError
 
     def stop(self, grace_s: float) -> None:
         """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
+        raise NotImplementedError
 
+    # ------------------------------------------------------------------ what happens to workers
+    def note(self, worker: int, events: Sequence[Any]) -> None:
+        """Transitions that were not stored, as (key, environment, step); the first ones are logged."""
+        for key, env, step in events[:3]:
+            logger.warning(
+                "worker %d: %s is not finite in environment %d, step %d of its episode; the transition is not stored",
+                *(worker, key, env, step),
+            )
+        self.quarantine = [*self.quarantine, *((worker, *event) for event in events)][-KEPT_EVENTS:]
 
-class Crew(Protocol):
-    """Places for workers, each with a line of the budget and of the roster."""
+    def lost(self, seat: Place, reason: str) -> bool:
+        """A worker died. May it be replaced? If not, the collection has failed."""
+        seat.deaths.append(reason)
+        restarts = sum(len(one.deaths) for one in self.seats)
+        if restarts > self._max_restarts:
+            self.fail(f"worker {seat.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
+            return False
+        logger.warning("worker %d %s; restart %d of %d", seat.worker, reason, restarts, self._max_restarts)
+        return True
 
-    lines: list[int]
-    roster: Roster
+    def end(self, seat: Place) -> None:
+        """Nobody is in this seat, and nobody will be."""
+        with self.changed:
+            seat.ended = True
+            self.changed.notify_all()
 
-    @property
-    def supervisor(self) -> Supervision | None: ...
-
-    @property
-    def ours(self) -> bool:
-        """Was it made in this process? A forked child inherits the object, but not the workers."""
-
-    def launch(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervision:
-        """Start the workers, the first time. ``rows``: what earlier ones had collected and not handed over."""
-
-    def deaths(self) -> list[list[str]]:
-        """Of each worker: why it was replaced, each time."""
-
-    def stop(self) -> None:
-        """End the workers, by force those that do not come to an end by themselves."""
-
-    def release(self) -> None:
-        """Give the lines back, and remove what was made."""
-
-
-def told(worker: int, events: Sequence[Any]) -> list[tuple[int, str, int, int]]:
-    """(worker, key, environment, step) of transitions that were not stored; the first ones are logged."""
-    for key, env, step in events[:3]:
-        logger.warning(
-            "worker %d: %s is not finite in environment %d, step %d of its episode; the transition is not stored",
-            *(worker, key, env, step),
-        )
-    return [(worker, *event) for event in events]
+    def fail(self, text: str, *, cause: BaseException | None = None) -> None:
+        """The collection has failed, for the first reason that there is."""
+        if self.failure is None:
+            logger.error("%s", text)
+            failure = WorkerFailed(text)
+            failure.__cause__ = cause
+            self.failure = failure
+        self._roster.stop()
 
 
 def receipts_of(replay: Any) -> Callable[[int], int | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import signal
 import threading
 import time
@@ -22,7 +21,7 @@ from millpond.collect.budget import FrameBudget
 from millpond.collect.mailbox import Mailbox
 from millpond.collect.parcel import Format
 from millpond.collect.roster import DEAD, FAILED, FINISHED, Roster
-from millpond.collect.supervision import KEPT_EVENTS, told
+from millpond.collect.supervision import Supervision
 from millpond.collect.workers import run
 from millpond.core.errors import WorkerFailed
 from millpond.shm import identity
@@ -71,12 +70,10 @@ class Seat:
         self.ended = False  # nobody is here, and nobody will be
 
 
-class Supervisor:
-    """Runs ``run(spec)`` in one process per spec until ``stop``. All processes are started by its own thread.
+class Supervisor(Supervision):
+    """Runs ``run(spec)`` in one process per spec until ``stop``. All processes are started by its own thread."""
 
-    Batches that workers hand over appear in ``deliveries``; after anything that a waiter might wait for, ``changed`` is
-    notified. ``failure`` is set once, when a worker raised, or more than ``max_restarts`` died.
-    """
+    seats: list[Seat]
 
     def __init__(
         self,
@@ -90,36 +87,11 @@ class Supervisor:
         receipt: Callable[[int], int | None],
         reclaims: bool,
     ) -> None:
+        super().__init__(roster=roster, max_restarts=max_restarts)
         self.seats = [Seat(i, line=line, budget=budget) for i, line in enumerate(lines)]
-        self.deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self.quarantine: list[Any] = []
-        self.changed = threading.Condition()
-        self.failure: WorkerFailed | None = None
-        self._specs, self._budget, self._roster, self._context = specs, budget, roster, context
-        self._max_restarts, self._receipt, self._reclaims = max_restarts, receipt, reclaims
-        self._stopping = threading.Event()
+        self._specs, self._budget, self._context = specs, budget, context
+        self._receipt, self._reclaims = receipt, reclaims
         self._wake_read, self._wake_write = mp_connection.Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
-
-    def start(self) -> None:
-        """Start the workers; returns at once."""
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """No worker runs, and none will be started."""
-        return all(seat.ended for seat in self.seats)
-
-    @property
-    def stopping(self) -> bool:
-        """The workers are told to end."""
-        return self._roster.stopping
-
-    @property
-    def restarts(self) -> int:
-        """Processes that were replaced."""
-        return sum(len(seat.deaths) for seat in self.seats)
 
     def order(self, worker: int, frames: int, random_frames: int) -> None:
         """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
@@ -167,7 +139,7 @@ class Supervisor:
                     looked = time.monotonic()
                     self._look_for_the_dead()
         except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
-            self._fail(f"supervising the workers failed: {problem!r}", cause=problem)
+            self.fail(f"supervising the workers failed: {problem!r}", cause=problem)
         finally:
             for seat in self.seats:
                 _kill_group(seat)  # all of them, before waiting for any
@@ -175,8 +147,8 @@ class Supervisor:
                 try:
                     self._clear(seat)
                 except BaseException as problem:  # noqa: BLE001  # the other seats must be cleared too
-                    self._fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
-                self._end(seat)
+                    self.fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
+                self.end(seat)
             with self.changed:
                 self._wake_read.close()
                 self._wake_write.close()
@@ -242,11 +214,11 @@ class Supervisor:
         elif what == "state":
             self.states.put((seat.worker, *details))
         elif what == "quarantined":
-            self.quarantine = [*self.quarantine, *told(seat.worker, details[0])][-KEPT_EVENTS:]
+            self.note(seat.worker, *details)
         elif what == "failed":
             summary, trace = details
             self._roster.lines[seat.worker].state = FAILED
-            self._fail(f"worker {seat.worker} raised {summary}\n\n{trace}")
+            self.fail(f"worker {seat.worker} raised {summary}\n\n{trace}")
         elif what == "closed":
             logger.info("worker %d ended: the replay buffer was closed", seat.worker)
         with self.changed:
@@ -257,23 +229,19 @@ class Supervisor:
         """The process of this seat is dead: settle what it left, and start another one if it did not end well."""
         reason = self._clear(seat)
         if reason is None or self._roster.stopping:
-            self._end(seat)
+            self.end(seat)
             return
-        seat.deaths.append(reason)
-        total = self.restarts
         if reason == _NEVER_BEGAN:  # the next one would not either
-            self._fail(
+            seat.deaths.append(reason)
+            self.fail(
                 f"worker {seat.worker} {reason}; what it wrote to the standard error stream tells why. "
                 'Does the script start workers outside of `if __name__ == "__main__":`?'
             )
-            self._end(seat)
-            return
-        if total > self._max_restarts:
-            self._fail(f"worker {seat.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
-            self._end(seat)
-            return
-        logger.warning("worker %d %s; restart %d of %d", seat.worker, reason, total, self._max_restarts)
-        self._fill(seat)
+            self.end(seat)
+        elif self.lost(seat, reason):
+            self._fill(seat)
+        else:
+            self.end(seat)
 
     def _clear(self, seat: Seat) -> str | None:
         """Make sure that nobody is in this seat, and that its frames are counted. Why it died; None: it ended well."""
@@ -297,11 +265,6 @@ class Supervisor:
             return _NEVER_BEGAN
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def _end(self, seat: Seat) -> None:
-        with self.changed:
-            seat.ended = True
-            self.changed.notify_all()
-
     def _kill(self, seat: Seat) -> int:
         """Kill the process of this seat, and those that its environments started; its exit code."""
         process = seat.process
@@ -317,14 +280,6 @@ class Supervisor:
         if code is None or self._lives(seat):
             raise WorkerFailed(f"worker {seat.worker} (process {process.pid}) does not end after SIGKILL")
         return int(code)
-
-    def _fail(self, text: str, *, cause: BaseException | None = None) -> None:
-        if self.failure is None:
-            logger.error("%s", text)
-            failure = WorkerFailed(text)
-            failure.__cause__ = cause
-            self.failure = failure
-        self._roster.stop()
 
 
 def _kill_group(seat: Seat) -> None:

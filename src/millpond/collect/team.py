@@ -13,9 +13,10 @@ from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.collector import check_layout, check_policy
+from millpond.collect.crew import Crew
 from millpond.collect.harvest import HandedOver, Harvest, Rounds, Written, over, raise_failure
 from millpond.collect.roster import STATES
-from millpond.collect.supervision import Crew, Supervision
+from millpond.collect.supervision import Supervision
 from millpond.collect.workers import Duty, WorkerSpec
 from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument
 from millpond.core.roles import CancelEvent

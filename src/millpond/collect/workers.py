@@ -7,8 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -35,7 +33,7 @@ from millpond.weights import WeightBoard
 
 Duty = Literal["write", "hand_over", "obey"]  # into replay; to the collector, ahead of it; to the collector, when told
 _PR_SET_PDEATHSIG = 1
-_OWNER_SLICE_S, _IDLE_SLICE_S, _BUDGET_SLICE_S = 0.5, 0.1, 0.02
+_IDLE_SLICE_S, _BUDGET_SLICE_S = 0.1, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +116,7 @@ def _belong_to(owner: tuple[int, int]) -> None:
     _let_go_of_the_fork_server()
     if sys.platform == "linux":  # the parent is the owner, or the fork server, which ends when the owner does
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    def watch() -> None:
-        while identity.alive(*owner):
-            time.sleep(_OWNER_SLICE_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="owner watch", daemon=True).start()
+    identity.when_gone(*owner, lambda: os.killpg(0, signal.SIGKILL))
 
 
 def _let_go_of_the_fork_server() -> None:

@@ -46,7 +46,7 @@ _NUMPY_OF: dict[torch.dtype, np.dtype[Any]] = {
 _TORCH_OF = {array: tensor for tensor, array in _NUMPY_OF.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NUMPY_OF, torch.bfloat16)}
 _FORMAT = 1
-FEW = 16  # items up to which NumPy copies them faster than torch, above all just after a sleep
+FEW = 32  # items up to which NumPy copies them faster than torch, above all just after a sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,9 @@ class Schema:
         self.row_nbytes = max(word, -(-offset // word) * word)
         self.plain = self.fields[0].key == ()
         self.by_key: dict[Key, Field] = {field.key: field for field in self.fields}
-        self.record = self._record()
         self._parts = [(f, f.shape, _NUMPY_OF.get(f.dtype)) for f in self.fields]
-        self._groups_of_keys, self._places, self._group_numbers = _places(self.fields)
-        self._plan()
+        self._groups_of_keys, places, self._group_numbers = _places(self.fields)
+        self._plan(places)
         self._tree = _nest({f.key: i for i, f in enumerate(self.fields)})
         text = json.dumps(self._spelled(), separators=(",", ":"))
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -312,8 +311,9 @@ class Schema:
             self._refuse_keys(leaves)
         return [leaves[field.key] for field in self.fields]
 
-    def _plan(self) -> None:
-        """How `_cut` works: neighbouring fields of one type come from one view of the rows and one split of it."""
+    def _plan(self, places: Sequence[tuple[int, str]]) -> None:
+        """How `_cut` works: neighbouring fields of one type come from one view of the rows and one split of it; and
+        in which group of keys, under which name, each field then goes."""
         self._splits: list[tuple[torch.dtype, list[int]]] = []
         self._positions: list[int] = []  # of the fields, among the parts of all splits
         self._shaped: list[tuple[int, tuple[int, ...]]] = []  # parts that are no vectors, so that a view must follow
@@ -329,7 +329,7 @@ class Schema:
             self._splits.append((dtype, sizes + [rest] * (rest > 0)))
             made += len(self._splits[-1][1])
         nests: list[tuple[list[str], list[int]]] = [([], []) for _ in self._groups_of_keys]
-        for (place, name), position in zip(self._places, self._positions, strict=True):
+        for (place, name), position in zip(places, self._positions, strict=True):
             nests[place][0].append(name)
             nests[place][1].append(position)
         self._nests = [(tuple(names), _picker(positions)) for names, positions in nests]
@@ -347,19 +347,6 @@ class Schema:
     def _columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
         parts = self._cut(rows)
         return [parts[i] for i in self._positions]
-
-    def _record(self) -> np.dtype[Any] | None:
-        """The row as a NumPy structured type, which makes single items cheap; None where NumPy lacks a type."""
-        if any(f.dtype not in _NUMPY_OF for f in self.fields):
-            return None
-        return np.dtype(
-            {
-                "names": [f"f{i}" for i in range(len(self.fields))],
-                "formats": [(_NUMPY_OF[f.dtype], f.shape) for f in self.fields],
-                "offsets": [f.offset for f in self.fields],
-                "itemsize": self.row_nbytes,
-            }
-        )
 
     def _names(self) -> str:
         return ", ".join(f.name for f in self.fields)
@@ -403,22 +390,17 @@ class Staging:
     def __init__(self, schema: Schema, n: int) -> None:
         self.rows = torch.zeros((n, schema.row_nbytes), dtype=torch.uint8)
         self.columns = schema._columns(self.rows)
-        self.views: list[np.ndarray[Any, Any]] | None = None
-        self._few = 0 < n <= FEW and schema.record is not None
-        if n == 1 and schema.record is not None:
-            record = self.rows.numpy().reshape(-1).view(schema.record)
-            self.views = [
-                record[name].reshape(f.shape) for name, f in zip(schema.record.names or (), schema.fields, strict=True)
-            ]
-        self._arrays = [column.numpy() for column in self.columns] if self._few else []
+        few = 0 < n <= FEW and all(f.dtype in _NUMPY_OF for f in schema.fields)
+        self._arrays = [column.numpy() for column in self.columns] if few else None
+        self.views = [array[0, ...] for array in self._arrays] if self._arrays and n == 1 else None  # of the one item
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the fields of a batch, checked by `Schema.check`, into the rows."""
-        if self._few and all(t.device.type == "cpu" and not t.requires_grad for t in tensors):
-            for array, tensor in zip(self._arrays, tensors, strict=True):
-                array[...] = tensor.numpy(force=True)
-        else:
+        if self._arrays is None:
             torch._foreach_copy_(self.columns, [t.detach() if t.requires_grad else t for t in tensors])
+            return
+        for array, tensor in zip(self._arrays, tensors, strict=True):
+            array[...] = tensor.numpy(force=True)
 
 
 class Tray:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,10 +29,8 @@ from millpond.replay.inspection import describe_schema, inspect
 from millpond.replay.rules import spell
 from millpond.replay.storage import TensorStorage
 from millpond.shm.directory import Owner as Creator
-from millpond.shm.identity import boot_id, pid_namespace
+from millpond.shm.identity import boot_id, pid_namespace, when_gone
 from millpond.shm.reaper import reap
-
-_LOOK_S = 1.0  # seconds between looks whether the creator lives
 
 log = logging.getLogger("millpond")
 Part = TypeVar("Part", Group, Endpoint, str)
@@ -277,13 +274,11 @@ class ReplayActor:
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the creator's to see
             return failed(0, error)
         if plan.creator is not None and plan.creator.boot == boot_id() and plan.creator.namespace == pid_namespace():
-            threading.Thread(target=self._watch, args=(plan.creator,), name="millpond-watch", daemon=True).start()
+            # Ray notices a killed driver by who adopts its children, which not every system lets it see.
+            when_gone(plan.creator.pid, plan.creator.started, self._end)
         return self._service.owner
 
-    def _watch(self, creator: Creator) -> None:
-        """Ray notices a killed driver by who adopts its children, which not every system lets it see."""
-        while not creator.gone():
-            time.sleep(_LOOK_S)
+    def _end(self) -> None:
         try:
             self.close()
         finally:

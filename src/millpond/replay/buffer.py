@@ -265,17 +265,14 @@ class ReplayBuffer:
         if self._ahead:
             taken = self._ahead.serve(n, wait=wait, timeout=timeout, cancel=cancel_event)
         if taken is None:
-            prepare = self._no_tray if return_info else self._tray
+            prepare = self._tray if self._plainly and not return_info else None
             taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
         if self._rules.prefetch:
             self._ahead.fill(n)
         return self._dress(taken, return_info) if taken.data is None else taken.data
 
     def _tray(self, n: int) -> Tray | None:
-        return Tray(self._schema, n) if self._plainly and self._schema is not None else None
-
-    def _no_tray(self, n: int) -> None:
-        return None
+        return None if self._schema is None else Tray(self._schema, n)
 
     def _dress(self, taken: Taken, return_info: bool) -> Any:
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)

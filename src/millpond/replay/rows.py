@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.schema import Key, Schema
+from millpond.core.schema import FEW, Key, Schema
 from millpond.replay.drawing import Ints
 from millpond.replay.storage import Storage
 from millpond.shm import mapped
 
-FEW = 32  # rows up to which NumPy is quicker than a torch kernel, above all just after a sleep
 RUNS = 8  # rows up to which moving one after the other is quicker than an index of NumPy's
 CHUNK = 256  # NumPy keeps the GIL for 1-D indexing of up to 500 elements
 VAST = 16 << 20  # bytes of rows from which on they do not fit into the caches, so that a gather waits for memory
@@ -72,21 +71,17 @@ class Rows:
         if not self.raw:
             return self.storage.read(torch.from_numpy(slots))
         n = len(slots)
-        if 0 < n <= RUNS and into is not None:
-            base, width, target = self._base, self.schema.row_nbytes, into.data_ptr()
-            for i, slot in enumerate(slots.tolist()):
-                mapped.memmove(target + i * width, base + slot * width, width)
+        if 0 < n <= FEW:
+            if into is None:
+                return torch.from_numpy(self._numbers[slots])
+            into.numpy()[...] = self._numbers[slots]
             return into
-        if 0 < n <= FEW and into is None:
-            return torch.from_numpy(self._numbers[slots])
         gathers = _gathers() if self._vast else None
         if gathers is None:
             return torch.index_select(self._words, 0, torch.from_numpy(slots), out=into)
-        out = np.empty((n, self._width), np.int64) if into is None else into.numpy()
-        if not slots.flags.carray:
-            slots = slots.copy()
-        gathers[n >= MANY](self._flat, slots, out)
-        return torch.from_numpy(out) if into is None else into
+        out = torch.empty((n, self._width), dtype=torch.int64) if into is None else into
+        gathers[n >= MANY](self._flat, slots if slots.flags.carray else slots.copy(), out.numpy())
+        return out
 
     def columns(self, slots: Ints, keys: Sequence[Key], *, locked: bool = False) -> list[torch.Tensor]:
         """Copies of some fields, ``[n, *shape]``."""
@@ -135,10 +130,10 @@ class Rows:
         if not self.raw:
             self.storage.write(torch.from_numpy(slots), rows)
             return
-        if len(slots) <= RUNS and self.hook is None:
+        if len(slots) <= RUNS:
             width, source = self.schema.row_nbytes, rows.data_ptr()
             for i, slot in enumerate(slots.tolist()):
-                mapped.memmove(self._base + slot * width, source + i * width, width)
+                self._move(self._base + slot * width, source + i * width, width)
             return
         records = rows.numpy().reshape(-1).view(self._records.dtype)
         for a in range(0, len(slots), CHUNK):

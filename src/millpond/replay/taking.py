@@ -72,7 +72,7 @@ class Taker:
         timeout: float | None = None,
         cancel: Any = None,
         ahead: bool = False,
-        prepare: Callable[[int], Tray | None] = lambda n: None,
+        prepare: Callable[[int], Tray | None] | None = None,
     ) -> Taken:
         """Draw, gather, count and consume n items as one step. ``ahead`` reserves them for later delivery.
 
@@ -119,7 +119,8 @@ class Taker:
                         engine.control.mutex.unlock()
                 if state[CLOSED] or (tries <= TRIES and engine.sample_block(state, n) is None):
                     continue  # it changed between the look and the ticket
-                tray = tray or prepare(n)
+                if tray is None and prepare is not None:
+                    tray = prepare(n)
                 waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))
                 tries = 0
         finally:
@@ -137,7 +138,7 @@ class Taker:
         if state[REDO]:
             return None  # committed, but not yet applied: the slots' arrays are older than the state
         draw = engine.sampler.draw(engine.view(state), n, engine.random)
-        if draw is None or (not engine.always_ready and self._names_nobody(draw)):
+        if draw is None or not self._sound(draw):
             return None
         if tray is not None and (draw.extra or len(draw.slots) != n or not stored.raw):
             tray = None
@@ -168,21 +169,23 @@ class Taker:
             if engine.sample_block(now, n, locked=True) is not None:
                 return None
             draw = self.draw_locked(now, n, random)
-            if draw is not None and not engine.always_ready and self._names_nobody(draw):
+            if draw is None or not self._sound(draw):
                 return None
-            return None if draw is None else self.deliver_locked(now, draw, ahead=ahead)
+            return self.deliver_locked(now, draw, ahead=ahead)
         finally:
             engine.control.mutex.unlock()
 
-    def _names_nobody(self, draw: Draw) -> bool:
-        """Does the draw hold a slot without a live item? Priorities are changed a moment before, or after, the state
-        is.
+    def _sound(self, draw: Draw) -> bool:
+        """Does each slot of the draw hold a live item? Priorities are changed a moment before, or after, the state is.
 
         Raises ``InvalidArgument`` where a user's sampler answered what cannot be slots and numbers at all.
         """
-        if not self._engine.trusted:
-            refuse_nonsense(draw, self._engine.capacity, repr(self._engine.sampler))
-        return bool(np.minimum.reduce(draw.numbers, initial=0) < 0)
+        engine = self._engine
+        if engine.always_ready:  # it drew from the live items themselves
+            return True
+        if not engine.trusted:
+            refuse_nonsense(draw, engine.capacity, repr(engine.sampler))
+        return bool(np.minimum.reduce(draw.numbers, initial=0) >= 0)
 
     def draw_locked(self, state: State, n: int, random: Stream) -> Draw | None:
         """Under the lock: choose n items."""

@@ -6,8 +6,12 @@ import functools
 import os
 import platform
 import sys
+import threading
+import time
 import zlib
+from collections.abc import Callable
 
+_LOOK_S = 0.5  # how often `when_gone` looks
 _LINUX = sys.platform == "linux"
 
 
@@ -80,6 +84,17 @@ def alive(pid: int, started: int) -> bool:
 def thread_alive(pid: int, tid: int) -> bool:
     """Is ``tid`` (``threading.get_native_id()``) a thread of ``pid`` now? Elsewhere than on Linux: is ``pid`` there?"""
     return os.path.exists(f"/proc/{pid}/task/{tid}") if _LINUX else start_time(pid) != 0
+
+
+def when_gone(pid: int, started: int, act: Callable[[], object]) -> None:
+    """Call ``act`` in a daemon thread once that process has ended, half a second later at most."""
+
+    def watch() -> None:
+        while alive(pid, started):
+            time.sleep(_LOOK_S)
+        act()
+
+    threading.Thread(target=watch, name="millpond owner watch", daemon=True).start()
 
 
 _me: tuple[int, int] | None = None

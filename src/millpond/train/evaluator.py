@@ -12,7 +12,6 @@ import logging
 import multiprocessing as mp
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -36,7 +35,6 @@ from millpond.weights import WeightBoard
 
 logger = logging.getLogger("millpond.train")
 _CLOSE_S = 5.0
-_OWNER_SLICE_S = 0.5
 _PRELOAD = ["millpond.train.evaluator", "millpond.collect.workers"]
 
 
@@ -240,13 +238,7 @@ def _belong_to(owner: tuple[int, int]) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def watch() -> None:
-        while identity.alive(*owner):
-            time.sleep(_OWNER_SLICE_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="owner watch", daemon=True).start()
+    identity.when_gone(*owner, lambda: os.killpg(0, signal.SIGKILL))
 
 
 def _evaluate(task: Task, work: _Work, cancelled: Callable[[], bool]) -> Result:

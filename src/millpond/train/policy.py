@@ -27,11 +27,9 @@ def load_policy(run: str | os.PathLike[str], *, checkpoint: str | os.PathLike[st
     """
     directory = RunDirectory.open(Path(run))
     settings = settings_from_file(directory.config)
-    if checkpoint is None:
-        path = Checkpoints(directory.checkpoints).latest()
-    else:  # its name, or a path
-        named = directory.checkpoints / Path(checkpoint).name
-        path = named if named.is_dir() and not Path(checkpoint).is_dir() else Path(checkpoint)
+    path = Checkpoints(directory.checkpoints).latest() if checkpoint is None else Path(checkpoint)
+    if len(path.parts) == 1 and not path.exists():  # a name
+        path = directory.checkpoints / path
     state = read_checkpoint(path)
     algorithm = algorithm_of(settings, spec_from_json(state["spec"]), statistics=None, device="cpu")
     algorithm.load_state_dict(load_tensors(path / ALGORITHM))

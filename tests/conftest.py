@@ -50,21 +50,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ["MILLPOND_SHM"] = before
 
 
-def on_ray(item: pytest.Item) -> bool:
-    return any("ray" in mark.args for mark in item.iter_markers("xdist_group"))
-
-
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on Ray comes last and in one run: a process that was connected to Ray may die with it later."""
+    """What runs on Ray comes last, and all of it in one worker: a process can be connected to one cluster only, and
+    dies silently when it is connected to one that goes."""
+    for item in items:
+        if on_ray(item):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.leaks(reason="Ray starts threads, descriptors and processes whenever it likes"))
     items.sort(key=on_ray)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ray goes with the last test that needs it: its threads and processes would be taken for leaks of the others."""
-    if on_ray(item) and (nextitem is None or not on_ray(nextitem)) and "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
+def on_ray(item: pytest.Item) -> bool:
+    """Does this test need ``ray_session``, by its fixtures or as one of several ways?"""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return "ray_session" in getattr(item, "fixturenames", ()) or parameters.get("way") == "ray"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,10 +107,8 @@ def what_stays(before: frozenset[leaks.Trace], *, grace_s: float) -> frozenset[l
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[str]:
-    """The address of a Ray cluster of one node, to which this process is connected as any program would be.
-
-    One for all tests, since a process can be connected to one only: they run in one worker, `xdist_group("ray")`.
-    """
+    """The address of a Ray cluster of one node, to which this process is connected as any program would be. One for
+    all tests."""
     ray = pytest.importorskip("ray")
     environment = {
         "PYTHONPATH": os.pathsep.join(sys.path),  # the workers find what the tests define

@@ -17,16 +17,7 @@ from millpond.shm.directory import shared_root
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
 multiprocessing.set_forkserver_preload(["millpond.collect.workers"])
-RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
 PATIENCE_S = 30.0
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests."""
-    for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()) and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
-            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster at a time is enough
 
 
 @pytest.fixture

@@ -354,7 +354,6 @@ def test_what_is_no_buffer_is_one_line_and_exit_code_2(tmp_path: Path, capsys: A
         ([tmp_path / "text"], "is no checkpoint of a replay buffer"),
         ([tmp_path / "damaged"], "is damaged"),
         ([tmp_path / "cut"], "too few for a control block"),
-        (["ray://replay"], "Ray"),
         ([tmp_path, "--rows", "-1"], "rows is a number"),
         ([tmp_path, "--watch", "-1"], "--watch takes"),
         ([tmp_path, "--count", "1"], "--count"),

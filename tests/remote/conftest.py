@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,22 +21,8 @@ from millpond.shm.directory import shared_root
 from millpond.shm.reaper import reap
 
 multiprocessing.set_forkserver_preload(["millpond.remote.service", "millpond.remote.client"])
-RAY_IS_BUSY = "Ray starts threads, descriptors and worker processes of its own whenever it likes"
 
 Make = Callable[..., Any]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on Ray is looked after by `nothing_of_ours` instead of the fixture for all tests, and side by side with
-    other tests only: one cluster is enough."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and _on_ray(item):
-            item.add_marker(pytest.mark.leaks(reason=RAY_IS_BUSY))
-            item.add_marker(pytest.mark.xdist_group("ray"))
-
-
-def _on_ray(item: Any) -> bool:
-    return "cluster" in item.fixturenames or (hasattr(item, "callspec") and item.callspec.params.get("way") == "ray")
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -51,7 +36,7 @@ def quick_trees() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_of_ours(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread, segment or actor of millpond's stays, also where Ray's own come and go."""
-    if _on_ray(request.node):
+    if request.node.get_closest_marker("xdist_group"):  # it runs on Ray
         request.getfixturevalue("ray_keeper")  # it stays for others
     before = _ours()
     yield
@@ -173,9 +158,8 @@ def ray_keeper(cluster: str) -> Iterator[Callable[[Any], Owner]]:
         return ray.get(actor.open.remote(asked, ray.get_runtime_context().gcs_address))
 
     yield opened
-    if ray.is_initialized():  # else it went with the cluster
-        ray.get(actor.close.remote())
-        ray.kill(actor)
+    ray.get(actor.close.remote())
+    ray.kill(actor)
 
 
 # ---------------------------------------------------------------------- a buffer in each place

@@ -24,6 +24,7 @@ from remote_children import batch, ids_of, wait_for
 from test_gloo import WITHIN_S, Waiting, waiters
 
 from millpond import BlockingReplayBuffer, ReplayBuffer
+from millpond.cli import main
 from millpond.core.errors import (
     BufferClosed,
     DeadlineExceeded,
@@ -95,7 +96,7 @@ def test_a_client_travels_in_tasks(rb, far):
     assert ids_of(far.sample()) == list(range(100))
 
 
-def test_a_live_owner_is_found_by_its_name(rb):
+def test_a_live_owner_is_found_by_its_name(rb, capsys):
     rb.extend(batch(7))
     with connect("shared") as found:
         assert (len(found), found.transport) == (7, "shm")
@@ -108,6 +109,10 @@ def test_a_live_owner_is_found_by_its_name(rb):
         timeout=100,
         env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     )
+    assert main(["inspect", "ray://nobody"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "millpond inspect: ray://nobody: there is no replay 'nobody' in namespace 'millpond' of this Ray cluster"
+    ]
     assert found.returncode == 0, found.stderr
     for words in ("shared", f"process {rb._owner.pid}", "7 of 5,000 items", "gloo://", "write_count", "[6, 6, 6]"):
         assert words in found.stdout

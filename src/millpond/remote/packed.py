@@ -45,13 +45,9 @@ class Packed:
         buffer = self.chosen(exempt)
         patience: Any = {"wait": wait, "timeout": 0 if wait else None, "cancel": None}
         if not buffer._rules.prefetch:
-            return buffer._taker.take(n, **patience)
+            return buffer._ahead.take(n, **patience)
         with self._ahead:
-            taken = buffer._ahead.serve(n, **patience) if buffer._ahead else None
-            if taken is None:
-                taken = buffer._taker.take(n, **patience)
-            buffer._ahead.fill(n)
-            return taken
+            return buffer._ahead.take(n, **patience)
 
     def peek(self, n: int) -> Taken:
         """As ``ReplayBuffer.peek``."""

@@ -153,7 +153,7 @@ class ReplayBuffer:
         self._writer, self._taker = Writer(self._engine), Taker(self._engine)
         self._editor = Editor(self._engine)
         epochs = find(SamplerWithoutReplacement, rules.sampler) is not None
-        self._ahead = Ahead(self._taker, rules.prefetch, self._editor.epoch_over if epochs else None)
+        self._ahead = Ahead(self._engine, self._taker, rules.prefetch, self._editor.epoch_over if epochs else None)
         self._schema: Schema | None = None
         self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
         self._desk = Desk()
@@ -261,15 +261,15 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        taken = None
-        if self._ahead:
-            taken = self._ahead.serve(n, wait=wait, timeout=timeout, cancel=cancel_event)
-        if taken is None:
-            prepare = self._tray if self._plainly and not return_info else None
-            taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
-        if self._rules.prefetch:
-            self._ahead.fill(n)
-        return self._dress(taken, return_info) if taken.data is None else taken.data
+        prepare = self._tray if self._plainly and not return_info else None
+        taken = self._ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
+        if taken.data is not None:
+            return taken.data
+        try:
+            return self._dress(taken, return_info)
+        except BaseException:
+            self._ahead.take_back(taken, n)
+            raise
 
     def _tray(self, n: int) -> Tray | None:
         return None if self._schema is None else Tray(self._schema, n)
@@ -504,7 +504,7 @@ class ReplayBuffer:
             return
         self._final = self.stats()
         self._closed = True
-        self._ahead.refund()
+        self._ahead.close()
         engine = self._engine
         engine.close(everybody=engine.memory.mine)
         if engine.memory.mine:
@@ -514,7 +514,7 @@ class ReplayBuffer:
         self._rules = self._rules.unbound()
         gone: Any = Gone()
         self._engine = self._writer = self._taker = self._editor = gone
-        self._ahead = Ahead(gone, 0)
+        self._ahead = Ahead(gone, gone, 0)
         self._desk = Desk()
         engine.let_go()
 

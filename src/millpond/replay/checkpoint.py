@@ -60,6 +60,7 @@ def state_dict(buffer: ReplayBuffer) -> dict[str, Any]:
         engine.refuse_closed(state, "state_dict", 0)
         slots, _ = engine.slots.since(state, 0)
         rows = None if engine.rows is None else engine.rows.read(slots)
+        ahead = list(buffer._ahead)
         arrays = {name: _bytes(engine.memory.array(name)) for name in names if not name.startswith("redo")}
     finally:
         engine.control.mutex.unlock()
@@ -74,7 +75,7 @@ def state_dict(buffer: ReplayBuffer) -> dict[str, Any]:
         "rows": torch.empty(0, 0, dtype=torch.uint8) if rows is None else rows.view(torch.uint8),
         "arrays": arrays,
         "generator": engine.random.torch.get_state(),
-        "ahead": [_spell_taken(taken) for taken in buffer._ahead],
+        "ahead": [_spell_taken(taken) for taken in ahead],
     }
 
 
@@ -109,20 +110,8 @@ def load_state_dict(buffer: ReplayBuffer, saved: dict[str, Any]) -> None:
     beta = (json.loads(saved["sampler"]) or {}).get("config", {}).get("beta")
     if beta is not None and engine.priorities is not None:
         engine.priorities.beta = beta
-    _restore_ahead(buffer, ahead)
-
-
-def _restore_ahead(buffer: ReplayBuffer, ahead: list[Taken]) -> None:
-    engine = buffer._engine
-    if not ahead:
-        return
-    try:
-        state = engine.load()
-        buffer._taker.reserve(state, sum(len(taken.slots) for taken in ahead), len(ahead))
-        engine.commit(state)
-        buffer._ahead.restore([taken._replace(emptied=state[words.EMPTIED]) for taken in ahead])
-    finally:
-        engine.control.mutex.unlock()
+    if ahead:
+        buffer._ahead.restore(ahead)
 
 
 def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> tuple[Schema | None, list[Taken]]:

@@ -98,3 +98,101 @@ def test_interrupted_while_batches_are_handed_out_no_item_is_lost(kind: str, siz
         else:
             kept = [number for batch in rb._ahead for number in batch.numbers.tolist()]
             assert sorted([*returned, *kept, *rb[:]["number"].tolist()]) == list(range(written))
+
+
+# ---------------------------------------------------------------------- what users give raises
+class Failing:
+    """A transform that changes the batch in place, and then raises as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        batch["number"] += 1000
+        batch["index"] += 1
+        if self.error is not None:
+            raise self.error
+        return batch
+
+
+@pytest.fixture(params=["transform", "device"])
+def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Failing, dict[str, Any]]:
+    """What raises, and the arguments of a buffer to which it belongs."""
+    fails = Failing()
+    if request.param == "transform":
+        return fails, {"transform": fails}
+
+    def move(device: str, *parts: Any) -> Any:
+        if fails.error is not None:
+            raise fails.error
+        return parts
+
+    monkeypatch.setattr("millpond.replay.rules.to_device", move)
+    return fails, {"device": "cpu", "transform": fails}
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Interrupt()], ids=repr)
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_did_not_reach_its_caller_is_not_lost(
+    kind: str, prefetch: int, error: BaseException, failing: tuple[Failing, dict[str, Any]]
+) -> None:
+    fails, options = failing
+    with make(kind, prefetch=prefetch, **options) as rb, make(kind, prefetch=prefetch) as other:
+        rb.extend(numbers(0, 60))
+        other.extend(numbers(0, 60))
+        rb.sample(5), other.sample(5)
+        before = rb.stats()
+        for _ in range(3):
+            fails.error = error
+            with pytest.raises(type(error)):
+                rb.sample(4)
+            agree(rb)
+            for figure in ("samples_returned", "sample_calls"):
+                assert rb.stats()[figure] == before[figure]
+        fails.error = None
+        again, expected = rb.sample(4), other.sample(4)
+        if kind in ("random", "prioritized"):  # another one, as it could be drawn again
+            return
+        assert torch.equal(again["number"], expected["number"] + 1000)
+        assert torch.equal(again["generation"], expected["generation"])
+        assert torch.equal(again["index"], expected["index"] + 1)
+        seen = again["number"].tolist()
+        if kind == "queue":
+            while len(rb) or len(rb._ahead):
+                seen += rb.sample(3)["number"].tolist()
+            assert sorted(seen) == list(range(1005, 1060))
+
+
+def test_a_batch_that_was_not_delivered_is_not_counted_against_the_ratio() -> None:
+    fails = Failing()
+    with ReplayBuffer(100, flow=Flow(samples_per_insert=1.0), transform=fails, seed=0) as rb:
+        rb.extend(numbers(0, 10))
+        for error in (ValueError(), None):
+            fails.error = error
+            try:
+                rb.sample(10)
+            except ValueError:
+                assert rb.can_sample(10)
+        assert not rb.can_sample(1)
+
+
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_a_batch_that_was_not_delivered_serves_other_sizes_and_survives_a_checkpoint(n: int) -> None:
+    fails = Failing()
+    with (
+        ReplayBuffer(1000, sampler=ConsumingSampler(1), transform=fails) as rb,
+        ReplayBuffer(1000, sampler=ConsumingSampler(1)) as other,
+    ):
+        rb.extend(numbers(0, 10))
+        fails.error = ValueError()
+        with pytest.raises(ValueError):
+            rb.sample(4)
+        fails.error = None
+        assert rb.can_sample(10)
+        assert not rb.can_sample(11)
+        other.load_state_dict(rb.state_dict())
+        assert other.sample(n)["number"].tolist() == list(range(n))
+        rb.empty()
+        agree(rb)
+        assert not rb.can_sample(1)

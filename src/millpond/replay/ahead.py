@@ -102,6 +102,15 @@ class Ahead:
         next call that asks for as many gets it, unless it can be drawn again."""
         self._take_back([([taken._replace(asked=n)], 1)])
 
+    def lent(self, taken: Taken) -> Taken:
+        """The batch for one who may change it in place and then fail: where it would come back, a copy of it."""
+        if not self.keeps:
+            return taken
+        extra = {key: value.clone() for key, value in taken.extra.items()}
+        return taken._replace(
+            rows=taken.rows.clone(), slots=taken.slots.copy(), numbers=taken.numbers.copy(), extra=extra
+        )
+
     def hand_out(self, n: int) -> list[Taken]:
         """What there is of n items that cannot be drawn again; counted as delivered, though not yet as a call."""
         given: Given = []

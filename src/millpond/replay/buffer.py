@@ -65,7 +65,10 @@ class ReplayBuffer:
         schema: the fields of an item; otherwise the first write binds it.
         prefetch: batches that ``sample`` draws and gathers ahead, at the end of the call before.
         consume_after_n_samples: deliveries after which an item is gone and its slot free. None: never.
-        transform: called with each sampled batch; what it returns is returned.
+        transform: called with each sampled batch; what it returns is returned. What it raises comes out of ``sample``,
+            and the batch counts as not delivered: where its items could not be drawn again, because they are consumed
+            or each is drawn once in an epoch, the next ``sample`` of the same size gets it, as it was. The same holds
+            where the copy to ``device`` fails.
         device: where sampled batches go, as one copy.
         contiguous: give each field of a batch its own memory instead of a view of the packed batch.
         check_finite: refuse NaN and infinities in floating-point fields.
@@ -275,6 +278,8 @@ class ReplayBuffer:
         return None if self._schema is None else Tray(self._schema, n)
 
     def _dress(self, taken: Taken, return_info: bool) -> Any:
+        if self._rules.transform is not None:
+            taken = self._ahead.lent(taken)
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)
         extra = taken.extra
         if self._plainly and self._schema is not None and not return_info:

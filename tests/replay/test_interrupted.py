@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from millpond import Flow, ReplayBuffer
+from millpond import Flow, ReplayBuffer, ReplayBufferEnsemble
 from millpond.replay import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from tests.replay.interrupts import Interrupt, interrupted
 
@@ -185,8 +187,8 @@ def test_a_batch_that_was_not_delivered_serves_other_sizes_and_survives_a_checkp
         ReplayBuffer(1000, sampler=ConsumingSampler(1)) as other,
     ):
         rb.extend(numbers(0, 10))
-        fails.error = ValueError()
-        with pytest.raises(ValueError):
+        fails.error = ValueError("no")
+        with pytest.raises(ValueError, match="no"):
             rb.sample(4)
         fails.error = None
         assert rb.can_sample(10)
@@ -196,3 +198,82 @@ def test_a_batch_that_was_not_delivered_serves_other_sizes_and_survives_a_checkp
         rb.empty()
         agree(rb)
         assert not rb.can_sample(1)
+
+
+def two(prefetch: int, *transforms: Any) -> tuple[ReplayBufferEnsemble, list[ReplayBuffer]]:
+    """An ensemble of a queue and a pool, each of whose 60 items is delivered once."""
+    members = [
+        make(kind, prefetch=prefetch, transform=transform, consume_after_n_samples=1)
+        for kind, transform in zip(("queue", "pool"), transforms or (None, None), strict=True)
+    ]
+    for i, member in enumerate(members):
+        member.extend(numbers(100 * i, 60))
+    return ReplayBufferEnsemble(*members, batch_size=6, seed=2), members
+
+
+def drained(members: list[ReplayBuffer]) -> list[int]:
+    rest: list[int] = []
+    for member in members:
+        while member.can_sample(1):
+            rest += member.sample(1)["number"].tolist()
+        agree(member)
+        assert (len(member), len(member._ahead)) == (0, 0)
+    return rest
+
+
+ALL = [*range(60), *range(100, 160)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("failing_member", [0, 1])
+def test_an_ensemble_loses_nothing_where_a_member_fails(failing_member: int, prefetch: int) -> None:
+    fails: list[Any] = [lambda batch: batch, lambda batch: batch]
+    fails[failing_member] = failing = Failing()
+    both, members = two(prefetch, *fails)
+    with both_closed(both):
+        members[0].sample(1), members[1].sample(1)
+        before = [member.stats() for member in members]
+        failing.error = ValueError("no")
+        for _ in range(3):
+            with pytest.raises(ValueError, match="no"):
+                both.sample()
+            for member, stats in zip(members, before, strict=True):
+                agree(member)
+                for figure in ("samples_returned", "sample_calls"):
+                    assert member.stats()[figure] == stats[figure]
+        failing.error = None
+        found = both.sample()
+        assert found.batch_size[0] == 6
+        first = [n % 1000 for n in found["number"][found["buffer_id"] == 0].tolist()]
+        assert first == list(range(1, 1 + len(first))), "what comes next is what has failed"
+        rest = drained(members)
+        assert len({n % 1000 for n in [*found["number"].tolist(), *rest]}) == 118
+        calls = 2 + len(found["buffer_id"].unique()) + len(rest)
+        assert sum(member.stats()["sample_calls"] for member in members) == calls
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_interrupted_anywhere_an_ensemble_loses_nothing(prefetch: int) -> None:
+    for place in itertools.count():
+        both, members = two(prefetch)
+        with both_closed(both):
+            got, cut_off = [member.sample(1)["number"].item() for member in members], False
+            try:
+                with interrupted(place, "replay/ensemble.py"):
+                    found = both.sample()
+                got += found["number"].tolist()
+            except Interrupt:
+                cut_off = True
+            got += both.sample()["number"].tolist()
+            assert sorted([*got, *drained(members)]) == ALL
+        if not cut_off:
+            break
+    assert place > 20
+
+
+@contextlib.contextmanager
+def both_closed(both: ReplayBufferEnsemble) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        both.close()

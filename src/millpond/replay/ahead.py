@@ -92,15 +92,24 @@ class Ahead:
                 taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare)
                 given.append(([taken], 1))
             self._fill(n)
-            return _join(given[0][0] if len(given) == 1 else [batch for batches, _ in given for batch in batches])
+            return joined(given)
         except BaseException:
-            self._take_back(given)
+            self.take_back(given)
             raise
 
-    def take_back(self, taken: Taken, n: int) -> None:
-        """A batch of n, which was counted as delivered, did not reach its caller: it was not delivered after all. The
-        next call that asks for as many gets it, unless it can be drawn again."""
-        self._take_back([([taken._replace(asked=n)], 1)])
+    def take_back(self, given: Given) -> None:
+        """These did not reach their caller, so they were not delivered after all. Where they cannot be drawn again, the
+        next call gets them."""
+        batches = [batch._replace(data=None) for some, _ in given for batch in some]
+        if not batches:
+            return
+        kept = batches if self.keeps else []
+        with contextlib.suppress(BufferClosed), self._lock:
+            moving = self._moving
+            if kept:  # first: whatever comes now, they are not lost
+                self._ready, self._moving = (*kept, *self._ready), True
+            self._uncount(_items(batches), sum([calls for _, calls in given]), kept, batches[0].emptied)
+            self._moving = moving
 
     def lent(self, taken: Taken) -> Taken:
         """The batch for one who may change it in place and then fail: where it would come back, a copy of it."""
@@ -111,19 +120,16 @@ class Ahead:
             rows=taken.rows.clone(), slots=taken.slots.copy(), numbers=taken.numbers.copy(), extra=extra
         )
 
-    def hand_out(self, n: int) -> list[Taken]:
-        """What there is of n items that cannot be drawn again; counted as delivered, though not yet as a call."""
-        given: Given = []
-        try:
-            while self.keeps and self._ready and not given:
-                self._drop_emptied()
-                if self._ready:
-                    parts, left, rest = self._cut(self._ready, n)
-                    self._exchange(left, rest, parts=parts, calls=0, given=given)
-        except BaseException:
-            self._take_back(given)
-            raise
-        return [batch for batches, _ in given for batch in batches]
+    def hand_out(self, n: int, given: Given) -> int:
+        """Hand out what there is of n items that cannot be drawn again. Returns how many are missing."""
+        had = 0
+        while self.keeps and self._ready and not had:
+            self._drop_emptied()
+            if self._ready:
+                parts, left, rest = self._cut(self._ready, n)
+                if self._exchange(left, rest, parts=parts, calls=int(_items(parts) == n), given=given):
+                    had = _items(parts)
+        return n - had
 
     def _serve(self, n: int, wait: bool, timeout: float | None, cancel: Any, given: Given) -> None:
         """Hand out what could serve, if anything."""
@@ -246,18 +252,6 @@ class Ahead:
         self._lock, self._filling = threading.Lock(), threading.Lock()
         self._ready, self._aside, self._drawn = (), (), None
         self._moving, self._drawing = False, 0
-
-    def _take_back(self, given: Given) -> None:
-        batches = [batch._replace(data=None) for some, _ in given for batch in some]
-        if not batches:
-            return
-        kept = batches if self.keeps else []
-        with contextlib.suppress(BufferClosed), self._lock:
-            moving = self._moving
-            if kept:  # first: whatever comes now, they are not lost
-                self._ready, self._moving = (*kept, *self._ready), True
-            self._uncount(_items(batches), sum([calls for _, calls in given]), kept, batches[0].emptied)
-            self._moving = moving
 
     def _uncount(self, items: int, calls: int, kept: Sequence[Taken], emptied: int) -> None:
         """With the lock: so many were not delivered after all, and those that are ``kept`` are reserved again."""
@@ -387,7 +381,9 @@ def _part(taken: Taken, begin: int, end: int | None) -> Taken:
     return Taken(taken.rows[part], taken.slots[part], taken.numbers[part], extra, taken.emptied)
 
 
-def _join(parts: list[Taken]) -> Taken:
+def joined(given: Given) -> Taken:
+    """All of it as one batch."""
+    parts = given[0][0] if len(given) == 1 else [batch for batches, _ in given for batch in batches]
     if len(parts) == 1:
         return parts[0]
     return Taken(

@@ -271,7 +271,7 @@ class ReplayBuffer:
         try:
             return self._dress(taken, return_info)
         except BaseException:
-            self._ahead.take_back(taken, n)
+            self._ahead.take_back([([taken._replace(asked=n)], 1)])
             raise
 
     def _tray(self, n: int) -> Tray | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, InvalidType, NotReady, SchemaMismatch
 from millpond.core.schema import Batch
 from millpond.flow.limiter import Block
+from millpond.replay.ahead import Given, joined
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.drawing import Draw, Generator, State, Stream
 from millpond.replay.engine import Engine
@@ -110,39 +111,49 @@ class ReplayBufferEnsemble:
         self._check_schemas()
         counts = np.bincount(self._choose(n), minlength=len(self.buffers))
         members = [i for i, count in enumerate(counts) if count]
-        taken = _agree(self._take(members, counts, n, wait, timeout, cancel_event))
-        parts = [self.buffers[i]._dress(part, return_info) for i, part in zip(members, taken, strict=True)]
-        ids = torch.from_numpy(np.repeat(members, [len(t.slots) for t in taken]))
-        data = [part[0] for part in parts] if return_info else parts
-        batch = torch.cat(data)
-        if not return_info:
-            if isinstance(batch, TensorDict):
-                batch.set("buffer_id", ids)
-            return batch
-        info: TensorDict = torch.cat([part[1] for part in parts])  # type: ignore[assignment]
-        return batch, info.set("buffer_id", ids)
+        given: dict[int, Given] = {i: [] for i in members}
+        try:
+            self._take(counts, n, wait, timeout, cancel_event, given)
+            taken = _agree([joined(given[i]) for i in members])
+            parts = [self.buffers[i]._dress(part, return_info) for i, part in zip(members, taken, strict=True)]
+            ids = torch.from_numpy(np.repeat(members, [len(t.slots) for t in taken]))
+            data = [part[0] for part in parts] if return_info else parts
+            batch = torch.cat(data)
+            if not return_info:
+                if isinstance(batch, TensorDict):
+                    batch.set("buffer_id", ids)
+                return batch
+            info: TensorDict = torch.cat([part[1] for part in parts])  # type: ignore[assignment]
+            return batch, info.set("buffer_id", ids)
+        except BaseException:  # also of a transform: nothing was delivered, by any member
+            for i, its in given.items():
+                self.buffers[i]._ahead.take_back(its)
+            raise
 
     def _choose(self, n: int) -> Any:
         edges = np.cumsum(self.weights)
         return np.searchsorted(edges / edges[-1], self._random.uniform(n), side="right")
 
     def _take(
-        self, members: list[int], counts: Any, n: int, wait: bool, timeout: float | None, cancel: Any
-    ) -> list[Taken]:
+        self, counts: Any, n: int, wait: bool, timeout: float | None, cancel: Any, given: dict[int, Given]
+    ) -> None:
+        """Take what ``counts`` says of each member, into ``given``."""
+        for i in given:
+            self.buffers[i]._engine.refuse_impossible(batch=int(counts[i]))
+        missing = {i: self.buffers[i]._ahead.hand_out(int(counts[i]), given[i]) for i in given}
+        members = [i for i in given if missing[i]]
         takers = [self.buffers[i]._taker for i in members]
         engines = [self.buffers[i]._engine for i in members]
-        sizes = [int(counts[i]) for i in members]
-        for engine, size in zip(engines, sizes, strict=True):
-            engine.refuse_impossible(batch=size)
+        sizes = [missing[i] for i in members]
+        into = [given[i] for i in members]
         began = time.monotonic()
         waits: dict[Engine, Wait] = {}  # this call waits for one member at a time, in that member's table
         with contextlib.ExitStack() as stack:
-            while True:
+            while members:
                 blocked = self._first_blocked(engines, sizes)
                 if blocked is None:
-                    taken = _take_all(takers, engines, sizes, members)
-                    if taken is not None:
-                        return taken
+                    if _take_all(takers, engines, sizes, members, into):
+                        return
                     continue
                 engine, size, block = blocked
                 text = f"member {members[engines.index(engine)]}: {engine.explain_block('sample', size, block)}"
@@ -238,10 +249,9 @@ class ReplayBufferEnsemble:
 
 def _agree(taken: list[Taken]) -> list[Taken]:
     """Batches with the same fields: an item from a member without priorities has the importance weight 1."""
-    if any(_WEIGHT in t.extra for t in taken):
-        for t in taken:
-            t.extra.setdefault(_WEIGHT, torch.ones(len(t.slots)))
-    return taken
+    if not any(_WEIGHT in t.extra for t in taken):
+        return taken
+    return [t._replace(extra={_WEIGHT: torch.ones(len(t.slots)), **t.extra}) for t in taken]
 
 
 def _refuse_different(members: list[int], draws: list[Draw]) -> None:
@@ -270,29 +280,41 @@ def _rank(engine: Engine) -> tuple[bool, str, int]:
     return (True, "", id(engine)) if path is None else (False, str(path), 0)
 
 
-def _take_all(takers: list[Taker], engines: list[Engine], sizes: list[int], members: list[int]) -> list[Taken] | None:
-    """Under all locks, taken in their order: from every engine, or from none (None) where one has changed meanwhile."""
+def _take_all(
+    takers: list[Taker], engines: list[Engine], sizes: list[int], members: list[int], into: list[Given]
+) -> bool:
+    """Under all locks, taken in their order: from every engine, or from none (False) where one has changed since."""
     streams = [Stream(engine.random.seed()) for engine in engines]
-    held: list[Engine] = []
-    try:
-        loaded: dict[Engine, State] = {}
-        for engine in sorted(engines, key=_rank):
-            held.append(engine)  # first: unlocking what is not held is harmless, leaving it held is not
-            loaded[engine] = engine.load()
+    loaded: dict[Engine, State] = {}
+
+    def take() -> bool:
         states = [loaded[engine] for engine in engines]
         for engine, state, size in zip(engines, states, sizes, strict=True):
             engine.refuse_closed(state, "sample", size)
             if engine.sample_block(state, size, locked=True) is not None:
-                return None
+                return False
         draws: list[Draw] = []
         for taker, state, size, stream in zip(takers, states, sizes, streams, strict=True):
             draw = taker.draw_locked(state, size, stream)
             if draw is None:
-                return None
+                return False
             draws.append(draw)
         _refuse_different(members, draws)
-        taken = [t.deliver_locked(state, draw) for t, state, draw in zip(takers, states, draws, strict=True)]
-        return [one for one in taken if one is not None]
+        for taker, state, draw, given in zip(takers, states, draws, into, strict=True):
+            taken = taker.deliver_locked(state, draw)
+            assert taken is not None
+            given.append(([taken], 1))
+        return True
+
+    return _locked(sorted(engines, key=_rank), loaded, take)
+
+
+def _locked(engines: list[Engine], loaded: dict[Engine, State], then: Callable[[], bool]) -> bool:
+    """What ``then`` returns under the locks of all. One call for each: Ctrl-C may come after any of the unlocks."""
+    if not engines:
+        return then()
+    try:
+        loaded[engines[0]] = engines[0].load()
+        return _locked(engines[1:], loaded, then)
     finally:
-        for engine in reversed(held):
-            engine.control.mutex.unlock()
+        engines[0].control.mutex.unlock()

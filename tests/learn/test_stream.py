@@ -67,6 +67,20 @@ def test_without_a_thread_a_batch_is_drawn_where_it_is_asked_for() -> None:
         assert threading.active_count() == threads
 
 
+def test_a_batch_whose_copy_to_the_device_fails_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SampleStream(Counting(), batch_size=2, ahead=0, device="cpu") as stream:
+        assert stream.sample()["number"][0] == 1
+        with monkeypatch.context() as broken:
+
+            def fail(self: TensorDict, device: str) -> TensorDict:
+                raise RuntimeError("the GPU is full")
+
+            broken.setattr(TensorDict, "to", fail)
+            with pytest.raises(RuntimeError, match="the GPU is full"):
+                stream.sample()
+        assert [stream.sample()["number"][0].item() for _ in range(2)] == [2, 3]
+
+
 def test_an_error_comes_after_the_batches_before_it_and_stays() -> None:
     with SampleStream(Counting(fail_at=2), batch_size=1, ahead=5) as stream:
         assert [stream.sample(timeout=SECONDS)["number"].item() for _ in range(2)] == [1, 2]

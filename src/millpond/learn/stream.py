@@ -42,6 +42,7 @@ class SampleStream:
         self._ahead = ahead
         self._device = device
         self._ready: deque[Any] = deque()
+        self._drawn: Any = None  # a batch that could not be moved: the next one to be moved
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._stop = threading.Event()
@@ -128,8 +129,16 @@ class SampleStream:
                 self._changed.wait(left if cancel_event is None else min(_SLICE_S, left or _SLICE_S))
 
     def _draw(self, *, wait: bool, timeout: float | None, cancel_event: CancelEvent | None) -> Any:
-        batch = self._replay.sample(self._batch_size, wait=wait, timeout=timeout, cancel_event=cancel_event)
-        return batch if self._device is None else batch.to(self._device)
+        batch, self._drawn = self._drawn, None
+        if batch is None:
+            batch = self._replay.sample(self._batch_size, wait=wait, timeout=timeout, cancel_event=cancel_event)
+        if self._device is None:
+            return batch
+        try:
+            return batch.to(self._device)
+        except BaseException:
+            self._drawn = batch
+            raise
 
     def _raise_if_closed(self) -> None:
         if self._stop.is_set():

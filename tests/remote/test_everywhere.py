@@ -382,6 +382,49 @@ def doubled(found: TensorDict) -> TensorDict:
     return found.set("observation", found["observation"] * 2)
 
 
+fails: list[BaseException] = []
+
+
+def failing(found: TensorDict) -> TensorDict:
+    found["action"] *= 2  # in place
+    if fails:
+        raise fails.pop()
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("sampler", [ConsumingSampler(1), SamplerWithoutReplacement()], ids=["consumed", "epochs"])
+def test_a_batch_on_which_the_transform_fails_is_not_lost(make, sampler, prefetch):
+    buffer = make(10, sampler=sampler, transform=failing, prefetch=prefetch, flow=Flow(samples_per_insert=1.0))
+    buffer.extend(batch(10))
+    seen = buffer.sample(2)["generation"].tolist()
+    for n in (4, 4, 3):
+        before = buffer.stats()
+        fails.append(ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
+            buffer.sample(n)
+        after = buffer.stats()
+        assert [after[figure] for figure in ("samples_returned", "sample_calls")] == [
+            before[figure] for figure in ("samples_returned", "sample_calls")
+        ]
+    while len(seen) < 10:
+        found = buffer.sample(2)
+        assert torch.equal(found["action"], batch(10)["action"][found["generation"]] * 2)
+        seen += found["generation"].tolist()
+    assert sorted(seen) == list(range(10))
+    with pytest.raises(NotReady):
+        buffer.sample(1)
+
+
+def test_a_batch_on_which_the_transform_fails_costs_no_ratio(make):
+    buffer = make(10, transform=failing, flow=Flow(samples_per_insert=1.0))
+    buffer.extend(batch(10))
+    fails.append(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        buffer.sample(10)
+    assert buffer.sample(10).batch_size == (10,)
+
+
 def test_nothing_infinite(make):
     buffer = make(10, check_finite=True)
     bad = batch(3)

@@ -251,6 +251,33 @@ def test_ctrl_c_takes_the_call_back(pond, child, client):
     assert other.ask(children.write_count) == 4
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_batch_that_comes_with_ctrl_c_goes_back(pond, client, monkeypatch, waiting):
+    owner = pond(100, sampler=ConsumingSampler(1))
+    reader, writer = client(owner), client(owner)
+    writer.extend(batch(10))
+    if waiting:
+        reader.sample(10)
+    wire = reader._buffer._session._wire
+    exchange = wire.exchange
+
+    def interrupted(request: Any, *rest: Any) -> Any:
+        answer = exchange(request, *rest)
+        if request.kind == "sample":
+            if answer[0].kind == "parked":
+                writer.extend(batch(10))
+            raise KeyboardInterrupt
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.sample(6, wait=waiting)
+    assert ids_of(reader.sample(10)) == list(range(10))
+    stats = reader.stats()
+    assert (stats["samples_returned"], stats["reserved"]) == (20 if waiting else 10, 0)
+
+
 # ---------------------------------------------------------------------- dying
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_the_death_of_the_owner_is_told(child, client, transport):

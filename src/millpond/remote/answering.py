@@ -48,7 +48,7 @@ class Answers:
             "until_sample": ("sample", self._until),
             "until_extend": ("extend", self._until),
         }
-        self._once = {"extend", "update", "update_priority", "empty", "load"}  # must not happen twice
+        self._once = {"extend", "give_back", "update", "update_priority", "empty", "load"}  # must not happen twice
         if packed.consuming:
             self._once.add("sample")  # an item that was delivered is gone
         self._direct: dict[str, Callable[[Message], Message]] = {
@@ -61,6 +61,7 @@ class Answers:
             "epoch_over": lambda asked: _done(over=packed.epoch_over(asked.fields["n"])),
             "peek": lambda asked: _taken(packed.peek(asked.fields["n"])),
             "pick": self._pick,
+            "give_back": self._give_back,
             "empty": self._empty,
             "update_priority": self._update_priority,
             "update": self._update,
@@ -186,6 +187,14 @@ class Answers:
         rows, single = self._packed.pick(which)
         return Message("done", fields={"single": single}, tensors={"rows": rows})
 
+    def _give_back(self, asked: Message) -> Message:
+        fields, tensors = asked.fields, asked.tensors
+        extra = {tuple(key): tensors[f"extra{i}"].clone() for i, key in enumerate(fields["extra"])}
+        slots, numbers = (tensors[name].long().numpy().copy() for name in ("slots", "numbers"))
+        taken = Taken(tensors["rows"].clone(), slots, numbers, extra, fields["emptied"], asked=fields["n"])
+        self._packed.give_back(taken, exempt=fields["exempt"])
+        return _done()
+
     def _empty(self, asked: Message) -> Message:
         self._packed.buffer.empty()
         return _done()
@@ -288,4 +297,4 @@ def _taken(taken: Taken) -> Message:
     }
     keys = [list(key) for key in taken.extra]
     tensors.update({f"extra{i}": value for i, value in enumerate(taken.extra.values())})
-    return Message("done", fields={"extra": keys}, tensors=tensors)
+    return Message("done", fields={"extra": keys, "emptied": taken.emptied}, tensors=tensors)

@@ -49,6 +49,14 @@ class Packed:
         with self._ahead:
             return buffer._ahead.take(n, **patience)
 
+    def give_back(self, taken: Taken, *, exempt: bool) -> None:
+        """A batch did not reach whoever asked for it. Raises ``SchemaMismatch`` for rows that are none."""
+        buffer = self.chosen(exempt)
+        schema = buffer.schema
+        if schema is None or (taken.rows.shape != (len(taken.slots), schema.row_nbytes) and buffer._ahead.keeps):
+            raise SchemaMismatch(f"rows of shape {list(taken.rows.shape)}; bound is {schema!r}")
+        buffer._ahead.take_back([([taken], 1)])
+
     def peek(self, n: int) -> Taken:
         """As ``ReplayBuffer.peek``."""
         return Taken(*self.buffer._editor.peek(n), {}, 0)

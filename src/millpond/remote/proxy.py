@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers as python_numbers
 import operator
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, NotReady
+from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, MillpondError, NotReady
 from millpond.core.schema import Batch, Schema, leaves_of
 from millpond.remote.messages import Message
 from millpond.remote.session import Patience, Session
 from millpond.remote.transfer import Incoming, Outgoing
 from millpond.replay import rules as rulebook
 from millpond.replay.desk import Desk
+from millpond.replay.samplers import SamplerWithoutReplacement
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
@@ -32,6 +34,8 @@ class Proxy:
         self._schema: Schema | None = None
         self._desk = Desk()
         self._exempt = 0
+        epochs = any(isinstance(layer, SamplerWithoutReplacement) for layer in rulebook.layers(self._rules.sampler))
+        self._keeps = epochs or self._rules.deliveries is not None  # what was drawn cannot be drawn again
 
     # ------------------------------------------------------------------ writing
     def extend(
@@ -109,13 +113,30 @@ class Proxy:
         patience = Patience(f"sample({n})", "sample", n, timeout, cancel_event)
         fields = {"n": n, "patient": wait, "wait": wait and patience.timeout > 0, "exempt": self._exempt > 0}
         expected = 0 if self._schema is None else n * self._schema.row_nbytes
-        return self._dress(self._session.call("sample", fields, None, patience, expected=expected), return_info)
+        undo = functools.partial(self._give_back, n)
+        answer = self._session.call("sample", fields, None, patience, expected=expected, undo=undo)
+        try:
+            return self._dress(answer, return_info)
+        except BaseException:
+            undo(answer)
+            raise
+
+    def _give_back(self, n: int, answer: Message) -> None:
+        """A batch of n did not reach the caller, which may be told no other error for that."""
+        tensors = dict(answer.tensors)
+        if not self._keeps:  # it is drawn again, if at all
+            tensors["rows"] = torch.empty(0, dtype=torch.uint8)
+        fields = {**answer.fields, "n": n, "exempt": self._exempt > 0}
+        with contextlib.suppress(MillpondError):
+            self._session.call("give_back", fields, tensors)
 
     def peek(self, n: int) -> Any:
         return self._dress(self._session.call("peek", {"n": self._batch_size(n)}), False)
 
     def _dress(self, answer: Message, return_info: bool) -> Any:
         tensors = answer.tensors
+        if self._keeps and self._rules.transform is not None:  # which may change it in place, and then fail
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         rows, index, generation = tensors["rows"], tensors["slots"].long(), tensors["numbers"].long()
         extra = {tuple(key): tensors[f"extra{i}"] for i, key in enumerate(answer.fields["extra"])}
         if self._rules.device is not None:

@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +79,10 @@ class Session:
         patience: Patience | None = None,
         *,
         expected: int = 0,
+        undo: Callable[[Message], None] | None = None,
     ) -> Message:
         """Ask, wait where the owner says so, and return the answer, which probably has a payload of ``expected`` bytes.
+        ``undo`` is given an answer that came too late, after an exception such as Ctrl-C.
 
         Raises:
             BufferClosed, PeerLost: the owner has closed the buffer, or has died. Where the request was a write,
@@ -105,7 +107,9 @@ class Session:
         except BaseException:  # such as Ctrl-C: nothing may be done behind the caller's back
             if patience is not None:
                 with contextlib.suppress(MillpondError):
-                    self._about("withdraw", number, patience)
+                    late = self._about("withdraw", number, patience)
+                    if undo is not None and late.kind == "done":
+                        undo(late)
             raise
         finally:
             self._line.shut(number)

@@ -382,6 +382,21 @@ def doubled(found: TensorDict) -> TensorDict:
     return found.set("observation", found["observation"] * 2)
 
 
+def test_a_sampled_batch_can_be_written(make):
+    source = make(10, batch_size=4, sampler=PrioritizedSampler())
+    source.extend(batch(10))
+    sampled = source.sample()
+    source.extend(sampled)
+    source.add(sampled[0])
+    assert source.write_count == 15
+    with pytest.raises(SchemaMismatch, match="unknown: mine$|unknown: mine\\."):
+        source.extend(sampled.set("mine", torch.zeros(4)))
+    source.close()
+    other = make(10)
+    other.extend(sampled.exclude("mine"))
+    assert other.schema == Schema.from_example(batch(1))
+
+
 fails: list[BaseException] = []
 
 

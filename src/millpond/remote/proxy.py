@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, MillpondError, NotReady
+from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, MillpondError, NotReady, SchemaMismatch
 from millpond.core.schema import Batch, Schema, leaves_of
 from millpond.remote.messages import Message
 from millpond.remote.session import Patience, Session
@@ -47,8 +47,11 @@ class Proxy:
         cancel_event: Any = None,
         receipt: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        schema = self.schema or self.bind(Schema.from_example(items))
-        tensors = schema.check(items)
+        schema = self.schema or self.bind(Schema.from_example(rulebook.without_draw(items, None, dims=1)))
+        try:
+            tensors = schema.check(items)
+        except SchemaMismatch as problem:
+            tensors = schema.check(rulebook.undrawn(items, schema, problem, dims=1))
         n = tensors[0].shape[0]
         patience = Patience(f"extend({n})", "extend", n, timeout, cancel_event)
         if n == 0:
@@ -61,9 +64,12 @@ class Proxy:
 
     def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
         patience = Patience("extend(1)", "extend", 1, timeout, cancel_event)
-        schema = self.schema or self.bind(Schema.from_item(item))
+        schema = self.schema or self.bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)))
         staging = self._desk.take(schema, 1)
-        schema.fill_item(staging, item)
+        try:
+            schema.fill_item(staging, item)
+        except SchemaMismatch as problem:
+            schema.fill_item(staging, rulebook.undrawn(item, schema, problem, dims=0))
         slots = self._put(staging.rows, priority, patience, None)
         self._desk.give(staging)
         return int(slots[0]) if len(slots) else -1

@@ -178,6 +178,8 @@ class ReplayBuffer:
 
         Args:
             items: a TensorDict, a nested dict of tensors or arrays, or one tensor. Its leading dimension counts items.
+                Of a sampled batch, what tells how it was drawn is left out, where the schema has no such field:
+                ``index``, ``generation``, ``priority_weight``, ``buffer_id``, ``relabelled``.
             priority: one for each item, or one for all; needs a prioritized sampler.
             timeout: seconds to wait for space or for the ratio; 0 tries once. None waits without end.
             cancel_event: anything with ``is_set()``; once set, the call raises ``Cancelled``.
@@ -191,8 +193,13 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        schema = self._schema or self._bind(self._known() or Schema.from_example(items))
-        tensors = schema.check(items)
+        schema = self._schema or self._known()
+        if schema is None:
+            schema = self._bind(Schema.from_example(rulebook.without_draw(items, None, dims=1)))
+        try:
+            tensors = schema.check(items)
+        except SchemaMismatch as problem:
+            tensors = schema.check(rulebook.undrawn(items, schema, problem, dims=1))
         staging = self._desk.take(schema, tensors[0].shape[0])
         staging.fill(tensors)
         slots = self._put(staging.rows, priority, timeout, cancel_event, receipt)
@@ -205,9 +212,12 @@ class ReplayBuffer:
         if schema is None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-            schema = self._bind(self._known() or Schema.from_item(item))
+            schema = self._known() or self._bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)))
         staging = self._desk.take(schema, 1)
-        schema.fill_item(staging, item)
+        try:
+            schema.fill_item(staging, item)
+        except SchemaMismatch as problem:
+            schema.fill_item(staging, rulebook.undrawn(item, schema, problem, dims=0))
         slots = self._put(staging.rows, priority, timeout, cancel_event, None)
         self._desk.give(staging)
         return -1 if slots is None else int(slots[0])

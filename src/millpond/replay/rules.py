@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from millpond.core.errors import InvalidArgument, InvalidType, NotShareable, SchemaMismatch, Unsatisfiable
 from millpond.core.schema import Key, Schema, tensordict_of
@@ -213,14 +214,54 @@ def read(data: Any) -> Any:
     return KNOWN[data["name"]](**config)
 
 
+# What a sample adds that tells how it was drawn, and nothing about its items: type, and shape of each.
+_DRAWN: dict[str, tuple[str, tuple[int, ...]]] = {
+    "index": ("int64", ()),
+    "generation": ("int64", ()),
+    "priority_weight": ("float32", ()),
+    "buffer_id": ("int64", ()),
+    "relabelled": ("bool", (1,)),
+}
+
+
 def refuse_own_names(schema: Schema) -> None:
     """Raises ``SchemaMismatch`` for a field whose place in a batch is taken by what each batch carries of its own."""
     for field in schema.fields:
         if field.key[:1] in (("index",), ("generation",)):
             raise SchemaMismatch(
-                f"{field.name}: a sampled batch has its own {field.key[0]!r}, which would hide this field: "
-                "rename it, or leave it out where a sampled batch is written again"
+                f"{field.name}: a sampled batch has its own {field.key[0]!r}, which would hide this field: rename it "
+                "(a sampled batch can be written as it is: it has both, int64, one for each item)"
             )
+
+
+def without_draw(items: Any, schema: Schema | None, *, dims: int) -> Any:
+    """Sampled ``items`` without what tells how they were drawn, but for fields of the schema; any others as they are.
+
+    They were sampled where they carry an ``index`` and a ``generation``. ``dims`` is 1 for a batch, 0 for an item.
+    """
+    if not isinstance(items, (TensorDictBase, Mapping)):
+        return items
+    found = {name: items[name] for name in _DRAWN if name in items.keys()}  # noqa: SIM118  # a TensorDict has no `in`
+    size = tuple(getattr(found.get("index"), "shape", ()))
+    drawn = {name for name, value in found.items() if _described(value) == (_DRAWN[name][0], size + _DRAWN[name][1])}
+    if len(size) != dims or not {"index", "generation"} <= drawn:
+        return items
+    known = () if schema is None else schema.by_key
+    return {name: value for name, value in items.items() if name not in drawn or (name,) in known}
+
+
+def undrawn(items: Any, schema: Schema, problem: SchemaMismatch, *, dims: int) -> Any:
+    """`without_draw` of items that ``schema`` refused. Raises the ``problem`` again where that changes nothing."""
+    rest = without_draw(items, schema, dims=dims)
+    if rest is items:
+        raise problem
+    return rest
+
+
+def _described(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    if not isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return None
+    return str(value.dtype).removeprefix("torch."), tuple(value.shape)
 
 
 def check_batch_size(n: Any, name: str = "batch_size") -> int:

@@ -590,3 +590,30 @@ def test_a_buffer_in_private_memory_has_no_shm(pond, client):
     with made.unlimited(), pytest.raises(NotShareable):
         made.sample()
     assert isinstance(ReplayBuffer(3), ReplayBuffer)
+
+
+def test_a_client_says_what_it_is_and_which_way_it_took(pond, keeper, client, monkeypatch):
+    owner = pond(10, schema=Schema.from_example(batch(1)))
+    near, far = client(owner, transport="auto"), client(owner, transport="auto", host="elsewhere")
+    address = ":".join(map(str, owner.line))
+    by_shm, by_gloo = f"ReplayClient('pond0', shm at {owner.handle.path}", f"ReplayClient('pond0', gloo at {address}"
+    assert repr(near) == f"{by_shm}, by 'auto'; 10 items at most, not connected)"
+    assert repr(far) == f"{by_gloo}, by 'auto'; 10 items at most, not connected)"
+    assert near._backend is far._backend is None, "to look at it must not connect it"
+    far.extend(batch(3))
+    near.sample(1)
+    assert repr(near) == f"{by_shm}, by 'auto'; 3 of 10 items)"
+    calls = far._buffer._session._next
+    assert repr(far) == f"{by_gloo}, by 'auto'; 10 items at most)"
+    assert f"gloo at {address}" in repr(far._buffer)
+    assert far._buffer._session._next == calls, "no call over the network"
+    assert owner.token.hex() not in repr(far) + repr(far._buffer)
+    monkeypatch.setenv(HOST, "here")  # from now on shm could not be had
+    assert repr(near).startswith(by_shm)
+    lost = client(owner, transport="shm")
+    assert repr(lost) == "ReplayClient('pond0', no way by 'shm'; 10 items at most, not connected)"
+    keeper.ask(children.close_service, "pond0")
+    for each in (near, far, lost):
+        assert repr(each)
+        each.close()
+        assert repr(each).endswith("10 items at most, closed)")

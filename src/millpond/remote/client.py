@@ -11,14 +11,14 @@ from typing import Any, Self
 
 import torch
 
-from millpond.core.errors import BufferClosed
+from millpond.core.errors import BufferClosed, NotShareable
 from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
 from millpond.remote.connecting import Backend, check_schema, choose, reach
 from millpond.remote.owner import Owner, check_transport, this_host
 from millpond.remote.proxy import Proxy
 from millpond.replay import checkpoint
-from millpond.replay.buffer import Handle
+from millpond.replay.buffer import Handle, ReplayBuffer
 from millpond.replay.drawing import Sampler
 from millpond.replay.waiting import check_timeout
 
@@ -50,6 +50,7 @@ class ReplayClient:
         self._timeout = check_timeout(connect_timeout)
         self._lock = threading.Lock()
         self._backend: Backend | None = None
+        self._taken: str | None = None  # the transport of the backend, or of the last one
         self._leave: Callable[[], Any] = lambda: None
         self._closed = False
         self._final: dict[str, Any] | None = None
@@ -74,14 +75,15 @@ class ReplayClient:
                 self._leave()  # the network failed for a while, perhaps: see whether the owner is there
                 self._backend = None
             if self._backend is None:
-                backend = reach(self._owner, self.transport, seed=self._seed, timeout=self._timeout)
+                transport = self.transport
+                backend = reach(self._owner, transport, seed=self._seed, timeout=self._timeout)
                 try:
                     if self._offered is not None:
                         check_schema(backend, self._offered)
                 except BaseException:
                     backend.close()
                     raise
-                self._backend = backend
+                self._backend, self._taken = backend, transport
                 self._leave = weakref.finalize(self, _leave, backend, os.getpid())
             return self._backend
 
@@ -294,7 +296,24 @@ class ReplayClient:
         self.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._owner.name!r}, {self._wanted!r})"
+        """Which way it takes, or would take, and how full the buffer is, where that can be known without a call."""
+        backend, size = self._backend, f"{self.capacity} items at most"
+        if self._closed:
+            size += ", closed"
+        elif backend is None:
+            size += ", not connected"
+        elif isinstance(backend, ReplayBuffer):
+            size = f"{len(backend)} of {self.capacity} items"
+        return f"{type(self).__name__}({self._owner.name!r}, {self._way()} by {self._wanted!r}; {size})"
+
+    def _way(self) -> str:
+        transport = self._taken
+        if transport is None:
+            try:
+                transport = self.transport
+            except NotShareable:
+                return "no way"
+        return self._owner.reached_by(transport) + ","
 
 
 def _client(

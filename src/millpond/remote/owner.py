@@ -47,6 +47,12 @@ class Owner:
     handle: Handle | None
     rules: Rules
 
+    def reached_by(self, transport: str) -> str:
+        """This transport, and where it leads."""
+        if transport == "shm" and self.handle is not None:
+            return f"shm at {self.handle.path}"
+        return f"{transport} at {self.line[0]}:{self.line[1]}"
+
     def __str__(self) -> str:
         return f"the owner of replay {self.name!r} (process {self.pid} on {self.node})"
 

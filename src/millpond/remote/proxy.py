@@ -289,6 +289,10 @@ class Proxy:
     def close(self) -> None:
         self._session.close()
 
+    def __repr__(self) -> str:
+        owner = self._session.owner
+        return f"Proxy({owner.name!r}, {owner.reached_by(self._session.transport)}; {self.capacity} items at most)"
+
     # ------------------------------------------------------------------ inside
     def _ask(self, kind: str, **fields: Any) -> Any:
         """The one value that the answer holds."""

@@ -29,6 +29,9 @@ log = logging.getLogger("millpond")
 class Wire(Protocol):
     """What carries a request to the owner and brings the answer back: the one place where transports differ."""
 
+    @property
+    def transport(self) -> str: ...
+
     def exchange(self, request: Message, slot: Slot, expected: int) -> tuple[Message, bool]: ...
 
     def close(self) -> None: ...
@@ -211,6 +214,11 @@ class Session:
     def _settled(self) -> int:
         with self._lock:
             return min(self._open, default=self._next)
+
+    @property
+    def transport(self) -> str:
+        """The name of what carries the payloads."""
+        return self._wire.transport
 
     @property
     def lost(self) -> bool:

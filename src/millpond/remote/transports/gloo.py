@@ -155,6 +155,7 @@ class GlooWire:
     """
 
     def __init__(self, line: Line, timeout: float, *, pinned: bool = False, direct: str | None = None) -> None:
+        self.transport = "gloo" if direct is None else "nccl"
         self._line, self._timeout, self._pinned = line, timeout, pinned
         self._wanted = direct
         self._direct: Direct | None = None

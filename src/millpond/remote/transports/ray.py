@@ -40,6 +40,8 @@ def to_tensor(array: Bytes | None) -> torch.Tensor | None:
 class RayWire:
     """A client's way to its owner: heads and payloads by calls of the actor, any number at a time."""
 
+    transport = "ray"
+
     def __init__(self, actor: Any, line: Line) -> None:
         self._ray = ray()
         self._call = actor.exchange.options(concurrency_group=DATA)

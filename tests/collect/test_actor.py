@@ -219,11 +219,26 @@ def test_what_is_raised_is_told_with_its_traceback() -> None:
     """Case proc-5."""
     actor, _ = began(spec(env=Explodes))
     report = actor.work(order(1), None)
-    assert (report.outcome, report.summary) == ("failed", "ZeroDivisionError: the pond is dry")
-    assert "in step" in report.trace
+    assert report.outcome == "failed"
+    assert report.failure is not None
+    assert report.failure[:2] == ("ZeroDivisionError", "the pond is dry")
+    assert "in step" in report.failure.trace
     assert actor.work(order(2), None).outcome == "kept"  # the orders that were on their way do nothing
     _, begun = began(spec(env="NoSuchEnvironment-v0"))
-    assert (begun.outcome, "NoSuchEnvironment" in begun.summary) == ("failed", True)
+    assert begun.failure is not None
+    assert (begun.outcome, begun.failure.kind, "NoSuchEnvironment" in begun.failure.text) == (
+        "failed",
+        "InvalidArgument",
+        True,
+    )
+
+
+def test_a_policy_that_does_not_fit_is_told_in_words() -> None:
+    actor, _ = began(spec(policy=lambda td: td["observation"]))
+    failure = actor.work(order(1), None).failure
+    assert failure is not None
+    assert failure.kind == "InvalidType"
+    assert "the policy returned a Tensor float32[2, 4]; it must return a TensorDict with action" in failure.text
 
 
 class Sick(Diary):

@@ -279,30 +279,6 @@ def test_the_same_seed_gives_the_same_frames_whatever_the_global_generator_does(
     assert not (batches[0]["observation"] == batches[2]["observation"]).all()
 
 
-class Wrong(nn.Module):
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, data: Any) -> Any:
-        return self.answer(data)
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (lambda td: td, "must return a TensorDict with 'action'"),
-        (lambda td: td["observation"], "returned Tensor"),
-        (lambda td: td.set("action", torch.zeros(2, 3)), r"gave shape \(2, 3\), the environments take \(2, 2\)"),
-        (lambda td: td.set("action", torch.zeros(2, 2, 1)), r"\(2, 2, 1\)"),
-    ],
-)
-def test_a_policy_that_does_not_fit_is_told_so(answer: Any, text: str) -> None:
-    collector = Collector(Diary, Wrong(answer), frames_per_batch=4, num_envs=2)
-    with collector, pytest.raises(SchemaMismatch, match=text):
-        next(collector)
-
-
 def test_an_environment_that_does_not_keep_its_word_is_told_so() -> None:
     env: Any = diaries(2, "Disabled")
     env.reset = lambda **_: (np.zeros((2, 5), np.float32), {})

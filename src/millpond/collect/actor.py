@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import traceback
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from millpond.collect.budget import Span
 from millpond.collect.lane import Lane
 from millpond.collect.parcel import Format
 from millpond.collect.roster import COLLECTING, PAUSED, WAITING, WRITING, Roster
+from millpond.collect.supervision import Failure
 from millpond.collect.workers import WorkerSpec, furnish
 from millpond.core.errors import BufferClosed
 from millpond.remote.owner import this_host
@@ -59,8 +59,7 @@ class Report:
     form: Format | None = None  # of one that has begun: how its batches are packed
     neighbour: bool = False  # of one that has begun: is it at the collector's home?
     direct: bool = False  # of one that has begun: is the memory of the replay its own, so that a kill ends its writes?
-    summary: str = ""  # of a failure, as the next
-    trace: str = ""
+    failure: Failure | None = None
 
 
 class Granted:
@@ -193,8 +192,7 @@ class CollectActor:
         return Report(outcome=outcome, line=me.told(), quarantined=events)
 
     def _failed(self, problem: BaseException) -> Report:
-        summary = f"{type(problem).__name__}: {problem}"
-        return Report(outcome="failed", line=self._line.told(), summary=summary, trace=traceback.format_exc())
+        return Report(outcome="failed", line=self._line.told(), failure=Failure.of(problem))
 
     # ------------------------------------------------------------------ while a batch is in the making
     def is_set(self) -> bool:

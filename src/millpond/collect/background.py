@@ -9,7 +9,7 @@ from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.lane import Lane
-from millpond.core.errors import BufferClosed, DeadlineExceeded, WorkerFailed
+from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, WorkerFailed
 from millpond.core.roles import CancelEvent
 
 logger = logging.getLogger("millpond.collect")
@@ -82,7 +82,9 @@ class Background:
         return not budget.finished
 
     def check(self) -> None:
-        """Raises WorkerFailed, caused by what was raised, if anything was."""
+        """Raises WorkerFailed, or InvalidArgument, caused by what was raised, if anything was."""
+        if isinstance(self.failure, InvalidArgument):  # it says all that there is to say
+            raise type(self.failure)(str(self.failure)) from self.failure
         if self.failure is not None:
             raise WorkerFailed(f"collecting in the background failed: {self.failure!r}") from self.failure
 

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from millpond.collect.background import Background
 from millpond.collect.budget import FrameBudget
 from millpond.collect.lane import Lane
+from millpond.collect.policies import check_policy
 from millpond.collect.rollout import Rollout
 from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
 from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType
@@ -111,6 +112,7 @@ class Collector:
         Raises:
             BufferClosed: the collector was closed.
             Cancelled: ``cancel_event`` was set; iterating again goes on with the same batch.
+            InvalidArgument, InvalidType: the policy does not fit the environments; before any frame was collected.
             Whatever the environment, the policy or the replay raises.
         """
         self._refuse_closed()
@@ -189,7 +191,8 @@ class Collector:
             self._background.resume()
 
     def check(self) -> None:
-        """Raises WorkerFailed, caused by what was raised, if collecting in the background has failed."""
+        """Raises WorkerFailed, or InvalidArgument, caused by what was raised, if collecting in the background has
+        failed."""
         if self._background is not None:
             self._background.check()
 
@@ -278,14 +281,6 @@ class Collector:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_policy(policy: Any, weights: WeightBoard | None) -> None:
-    """Raises InvalidType or InvalidArgument where these cannot act."""
-    if policy is not None and not callable(policy):
-        raise InvalidType(f"a policy is a module from TensorDict to TensorDict, or None, not {type(policy).__name__}")
-    if policy is None and weights is not None:
-        raise InvalidArgument("weights were given, but no policy that could use them")
 
 
 def check_layout(layout: str, frames_per_batch: int, num_envs: int, total_frames: int) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
+from millpond.collect.policies import Asking
 from millpond.collect.rows import (
     DONE,
     EPISODE,
@@ -134,6 +135,8 @@ class Rollout:
             for leaf in stepper.observation_leaves
         ]
         self._acts = [(leaf, ("action", *leaf.key)) for leaf in stepper.action_leaves]
+        space = stepper.env.single_action_space
+        self._asking = None if policy is None else Asking(policy, space, stepper.action_leaves, n)
 
     def collect(self, frames: int, *, random_frames: int = 0, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Step until ``frames`` frames can be taken, the first ``random_frames`` of them with random actions.
@@ -142,6 +145,7 @@ class Rollout:
 
         Raises:
             NonFinite: an environment gave nothing but NaN or infinity for 1,000 steps.
+            InvalidArgument, InvalidType: the policy does not fit the environments; before any frame was collected.
         """
         if self._observation is None:
             self._begin()
@@ -197,13 +201,16 @@ class Rollout:
     def _act(self, block: Block, random: int) -> Any:
         """Actions for all environments, in the structure that they take, written into ``block``."""
         space, n = self.stepper.env.action_space, self.stepper.num_envs
-        if self.policy is None or random >= n:
+        if self._asking is None or random >= n:
+            if self._asking is not None and not self._asking.rehearsed:
+                with torch.inference_mode():
+                    self._asking.rehearse(self._observed(block))
             actions = space.sample()
             for leaf, key in self._acts:
                 block[key][...] = leaf.of(actions)
             block[VERSION][...] = RANDOM
             return actions
-        self._ask_policy(block)
+        self._ask_policy(self._asking, block)
         block[VERSION][...] = self.version
         if random or self._suspects:  # no environment must see NaN: neither the policy's, nor an answer to NaN
             redo = _any([mask for _, mask in self._suspects], np.arange(n) < random)
@@ -213,21 +220,22 @@ class Rollout:
             block[VERSION][redo] = RANDOM
         return nested({leaf.key: block[key].copy() for leaf, key in self._acts})
 
-    def _ask_policy(self, block: Block) -> None:
-        n = self.stepper.num_envs
+    def _ask_policy(self, asking: Asking, block: Block) -> None:
         if self._suspects:
             for seen in self._seen:
                 if seen.floating:
                     block[seen.key][_any([mask for _, mask in self._suspects])] = 0
-        # contiguous, which networks like better
-        columns = {s.leaf.key: torch.from_numpy(np.ascontiguousarray(block[s.key])) for s in self._seen}
         with torch.inference_mode():
-            given = self.policy(TensorDict({"observation": nested(columns)}, batch_size=[n]))
-        for leaf, key in self._acts:
-            action = _action(given, key, (n, *leaf.shape))
+            actions = asking(self._observed(block))
+        for (leaf, key), action in zip(self._acts, actions, strict=True):
             block[key][...] = action
             if leaf.dtype.kind == "f":
                 self._look(action, key, block)
+
+    def _observed(self, block: Block) -> TensorDict:
+        """What the policy sees: contiguous, which networks like better."""
+        columns = {s.leaf.key: torch.from_numpy(np.ascontiguousarray(block[s.key])) for s in self._seen}
+        return TensorDict({"observation": nested(columns)}, batch_size=[self.stepper.num_envs])
 
     def _mark_lost(self, lost: Mask, block: Block) -> None:
         """The final observation is unknown: nobody may bootstrap from this row, or see another episode in it."""
@@ -336,17 +344,6 @@ class Rollout:
         """Each life has episode ids and seeds of its own."""
         self._ids = EpisodeIds(self._origin, incarnation)
         self._seeds = _seeds(self._seed, self._origin, incarnation)
-
-
-def _action(given: Any, key: tuple[str, ...], expected: tuple[int, ...]) -> npt.NDArray[Any]:
-    action = given.get(key, None) if isinstance(given, TensorDictBase) else None
-    name = "/".join(key)
-    if action is None:
-        raise SchemaMismatch(f"the policy must return a TensorDict with {name!r}; it returned {type(given).__name__}")
-    if tuple(action.shape) != expected:
-        raise SchemaMismatch(f"{name}: the policy gave shape {tuple(action.shape)}, the environments take {expected}")
-    array: npt.NDArray[Any] = action.numpy(force=True)
-    return array
 
 
 def _any(masks: list[Mask], *others: Mask) -> Mask:

@@ -16,6 +16,7 @@ from millpond.collect.actor import Report
 from millpond.collect.berth import Berth, Parcel
 from millpond.collect.post import PULSE_S, Post, bury
 from millpond.collect.roster import DEAD, FAILED, FINISHED, PAUSED, STARTING, WorkerLine
+from millpond.collect.supervision import Failure
 from millpond.remote.cluster import ray
 from millpond.shm import identity
 
@@ -99,7 +100,7 @@ class Station:
             if self.post is not post:
                 return
             if isinstance(answer, ray().exceptions.RayTaskError):
-                self._failed(f"{answer.cause!r}", str(answer))
+                self._failed(Failure(type(answer.cause).__name__, str(answer.cause), str(answer)))
             elif isinstance(answer, BaseException):
                 self._replace(post, _how(answer))
             else:
@@ -110,7 +111,7 @@ class Station:
     def _begun(self, post: Post, answer: Report) -> None:
         self._note(answer)
         if answer.outcome == "failed":
-            self._failed(answer.summary, answer.trace)
+            self._failed(answer.failure)
         else:
             post.form, post.neighbour, post.direct = answer.form, answer.neighbour, answer.direct
             post.process = self._line.process
@@ -124,7 +125,7 @@ class Station:
             settled = functools.partial(fleet.put, berth.settled)
             fleet.deliveries.put(Parcel(berth, post.form, answer, settled=settled))
         elif answer.outcome == "failed":
-            self._failed(answer.summary, answer.trace)
+            self._failed(answer.failure)
         elif answer.outcome == "closed" and not berth.ended:
             logger.info("worker %d ended: the replay buffer was closed", berth.worker)
             self._line.state = FINISHED
@@ -162,9 +163,10 @@ class Station:
         if self._fleet.failure is None and not self._fleet.stopping:
             self._fleet.lost(self.berth, reason)
 
-    def _failed(self, summary: str, trace: str) -> None:
+    def _failed(self, told: Failure | None) -> None:
+        assert told is not None
         self._line.state = FAILED
-        self._fleet.fail(f"worker {self.berth.worker} raised {summary}\n\n{trace}")
+        self._fleet.failed(self.berth.worker, told)
 
 
 def _how(death: BaseException) -> str:

@@ -5,16 +5,33 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
 from millpond.collect.roster import Roster
-from millpond.core.errors import BufferClosed, MillpondError, WorkerFailed
+from millpond.core import errors
+from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, WorkerFailed
 
 logger = logging.getLogger("millpond.collect")
 KEPT_EVENTS = 128  # transitions that were not stored, of which the latest are told
+
+
+class Failure(NamedTuple):
+    """What a worker raised: the name of its kind, the text, and the traceback."""
+
+    kind: str
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, problem: BaseException) -> Failure:
+        """Of what is being raised. An error that says all that its user needs counts as the kind that millpond has."""
+        kinds = (kind for kind in type(problem).__mro__ if kind.__module__ == errors.__name__)
+        kind = next(kinds, type(problem)) if isinstance(problem, InvalidArgument) else type(problem)
+        return cls(kind.__name__, str(problem), "".join(traceback.format_exception(problem)))
 
 
 class Delivery(Protocol):
@@ -48,7 +65,7 @@ class Supervision:
         self.deliveries: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.quarantine: list[Any] = []  # the latest transitions that were not stored
-        self.failure: WorkerFailed | None = None
+        self.failure: MillpondError | None = None
         self.changed = threading.Condition()
         self._roster, self._max_restarts = roster, max_restarts
         self._stopping = threading.Event()
@@ -109,11 +126,20 @@ class Supervision:
             seat.ended = True
             self.changed.notify_all()
 
-    def fail(self, text: str, *, cause: BaseException | None = None) -> None:
+    def failed(self, worker: int, told: Failure) -> None:
+        """A worker raised: the others would too, so nobody is replaced."""
+        kind = getattr(errors, told.kind, WorkerFailed)
+        if issubclass(kind, InvalidArgument):
+            logger.debug("%s", told.trace)
+            self.fail(f"worker {worker}: {told.text}", kind=kind)
+        else:
+            self.fail(f"worker {worker} raised {told.kind}: {told.text}\n\n{told.trace}")
+
+    def fail(self, text: str, *, cause: BaseException | None = None, kind: type[MillpondError] = WorkerFailed) -> None:
         """The collection has failed, for the first reason that there is."""
         if self.failure is None:
             logger.error("%s", text)
-            failure = WorkerFailed(text)
+            failure = kind(text)
             failure.__cause__ = cause
             self.failure = failure
         self._roster.stop()

@@ -216,9 +216,8 @@ class Supervisor(Supervision):
         elif what == "quarantined":
             self.note(seat.worker, *details)
         elif what == "failed":
-            summary, trace = details
             self._roster.lines[seat.worker].state = FAILED
-            self.fail(f"worker {seat.worker} raised {summary}\n\n{trace}")
+            self.failed(seat.worker, *details)
         elif what == "closed":
             logger.info("worker %d ended: the replay buffer was closed", seat.worker)
         with self.changed:

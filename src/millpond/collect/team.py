@@ -12,9 +12,10 @@ from typing import Any, Self
 from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.collector import check_layout, check_policy
+from millpond.collect.collector import check_layout
 from millpond.collect.crew import Crew
 from millpond.collect.harvest import HandedOver, Harvest, Rounds, Written, over, raise_failure
+from millpond.collect.policies import check_policy
 from millpond.collect.roster import STATES
 from millpond.collect.supervision import Supervision
 from millpond.collect.workers import Duty, WorkerSpec
@@ -136,13 +137,16 @@ class TeamCollector:
 
         Raises:
             WorkerFailed: a worker raised, or more died than may be replaced.
+            InvalidArgument, InvalidType: a worker raised it: the policy does not fit the environments, or these cannot
+                be made.
             BufferClosed: the collector was closed.
         """
         _, harvest = self._launch()
         return harvest.next()
 
     def check(self) -> None:
-        """Raises WorkerFailed, with the worker's traceback, if the collection has failed; else does nothing."""
+        """Raises what iterating would, such as WorkerFailed with the worker's traceback, if the collection has
+        failed."""
         if self._crew.supervisor is not None:
             raise_failure(self._crew.supervisor)
 

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from millpond.collect.mailbox import SLOTS, Mailbox
 from millpond.collect.parcel import Format
 from millpond.collect.rollout import Rollout
 from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
+from millpond.collect.supervision import Failure
 from millpond.core.errors import BufferClosed
 from millpond.envs.autoreset import Stepper
 from millpond.envs.make import World, make
@@ -99,9 +99,8 @@ def run(spec: bytes, owner: tuple[int, int], connection: Connection) -> None:
     except CollectorGone:
         sys.exit(0)
     except BaseException as problem:  # noqa: BLE001  # it is told to the one who can do something about it
-        summary = f"{type(problem).__name__}: {problem}"
         with contextlib.suppress(OSError):
-            connection.send(("failed", summary, traceback.format_exc()))
+            connection.send(("failed", Failure.of(problem)))
         sys.exit(1)
 
 

@@ -60,6 +60,18 @@ def _leaves(space: spaces.Space[Any], key: Key, what: str) -> list[Leaf]:
     return [Leaf(key, tuple(space.shape or ()), dtype)]
 
 
+def choices(space: Any, leaf: Leaf) -> tuple[Any, Any] | None:
+    """The lowest and the highest number of a choice, where ``leaf`` of this space is one, or several; else None."""
+    for name in leaf.key:
+        space = space[name]
+    if isinstance(space, spaces.Discrete):
+        return space.start, space.start + space.n - 1
+    if isinstance(space, spaces.MultiDiscrete):
+        first = getattr(space, "start", np.zeros_like(space.nvec))
+        return first, first + space.nvec - 1
+    return (0, 1) if isinstance(space, spaces.MultiBinary) else None
+
+
 def nested(values: Mapping[Key, Any]) -> Any:
     """Nested dictionaries of ``values`` by key; the value itself where the key is ``()``."""
     if () in values:

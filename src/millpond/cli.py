@@ -42,7 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except _USERS as error:
         return _complain(f"millpond {name}", str(error), 2)
     except MillpondError as error:
-        return _complain(f"millpond {name}", f"{type(error).__name__}: {error}", 1)
+        words = str(error).partition("\n\n")[0]  # a worker's traceback comes behind
+        return _complain(f"millpond {name}", f"{type(error).__name__}: {words}", 1)
     except KeyboardInterrupt:
         return _complain(f"millpond {name}", "interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone

@@ -64,6 +64,9 @@ def test_a_worker_that_raises_fails_the_run_with_its_traceback(tmp_path: Path):
     assert "RuntimeError: the corridor collapsed" in told["error"]
     assert "Traceback" in told["error"]
     assert "in _commit" in told["error"]
+    assert outcome.problem is not None
+    said = outcome.problem.replace("worker 1", "worker 0")
+    assert said == f"WorkerFailed: worker 0 raised RuntimeError: the corridor collapsed (more in {outcome.run.log})"
 
 
 def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path):

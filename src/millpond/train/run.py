@@ -164,7 +164,8 @@ def _finish(outcome: Outcome) -> None:
         outcome.status = summary["status"] = "failed"
         summary["error_type"], summary["error"] = "RunFailed", "; ".join(broken)
     if "error" in summary:
-        outcome.problem = f"{summary['error_type']}: {summary['error']} (more in {run.log})"
+        words = " ".join(summary["error"].partition("\n\n")[0].split())  # a worker's traceback comes behind
+        outcome.problem = f"{summary['error_type']}: {words} (more in {run.log})"
         logger.error("%s: %s", summary["error_type"], summary["error"])
     try:
         write_json(run.summary, summary)

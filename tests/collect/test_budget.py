@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from millpond.collect import FrameBudget
 from millpond.collect.budget import WORKERS
 from millpond.core.errors import BufferClosed, Cancelled, InvalidArgument, InvalidType, Unsatisfiable
+from tests.replay.interrupts import Interrupt, interrupted
 
 FORK = multiprocessing.get_context("fork")
 
@@ -248,6 +250,35 @@ def test_killed_at_every_named_instant(budget: FrameBudget, operation: str, step
 def _reserve_and_commit_for_ever(budget: FrameBudget) -> None:
     while True:
         budget.commit(0, frames=budget.reserve(7, worker=0))
+
+
+OPERATIONS: dict[str, Callable[[FrameBudget], Any]] = {
+    "claim": lambda budget: budget.claim(2, avoid=[0]),
+    "reserve": lambda budget: budget.reserve(10, worker=1),
+    "intend": lambda budget: budget.intend(0, frames=5, receipt=3),
+    "commit": lambda budget: budget.commit(0, frames=5),
+    "refund": lambda budget: budget.refund(0, frames=5),
+    "reclaim": lambda budget: budget.reclaim(0),
+    "release": lambda budget: budget.release(0),
+    "wait": lambda budget: budget.wait_until(lambda: True),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_interrupted_anywhere_it_holds_no_lock(operation: str) -> None:
+    """Ctrl-C: a change is made or is not, and the others go on."""
+    for place in itertools.count():
+        with FrameBudget(100) as budget:
+            budget.reserve(10, worker=0)
+            try:
+                with interrupted(place, "collect/"):
+                    OPERATIONS[operation](budget)
+            except Interrupt:
+                assert budget.reserve(100, worker=2) in (80, 85, 90, 95, 100)  # while the traceback is there
+                assert budget.reserved + budget.collected == 100
+            else:
+                break
+    assert place > 1
 
 
 def test_killed_at_random_instants_the_sums_stay_whole() -> None:

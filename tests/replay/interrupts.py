@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,27 +18,30 @@ class Interrupt(BaseException):
     """In the place of KeyboardInterrupt, which would end the tests."""
 
 
-@contextlib.contextmanager
-def interrupted(place: int, within: str = "") -> Iterator[None]:
-    """Raise `Interrupt` at the ``place``-th such place, from 0, in the files of millpond whose path has ``within``."""
-    left, previous, own, tracer = place, "", f"{PACKAGE}/{within}", sys.gettrace()
+class interrupted:  # used as a function
+    """Raise `Interrupt` at the ``place``-th such place, from 0, in the files of millpond whose path begins so, or in
+    what the standard library does for them in ``with``."""
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left, previous
+    def __init__(self, place: int, within: str = "") -> None:
+        self.left, self.previous, self.own = place, "", f"{PACKAGE}/{within}"
+        self.tracer = sys.gettrace()
+
+    def __enter__(self) -> None:
+        sys.settrace(self.trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.tracer)
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE):
+        if not file.startswith((PACKAGE, contextlib.__file__)):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":  # where a function of Python returns there is no such place: ``previous`` was its last
-            if previous.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and file.startswith(own):
-                left -= 1
-                if left == -1:
+            place = self.previous.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            if place and file.startswith((self.own, contextlib.__file__)):
+                self.left -= 1
+                if self.left == -1:
                     raise Interrupt
-            previous = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(tracer)
+            self.previous = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return self.trace

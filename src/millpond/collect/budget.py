@@ -11,13 +11,12 @@ number that the buffer holds for this worker, knows whether the batch was writte
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from millpond.core.errors import BufferClosed, Cancelled, InvalidArgument, InvalidType, Unsatisfiable
 from millpond.core.roles import CancelEvent
@@ -33,6 +32,7 @@ _LINE_WORDS = 7
 _WORDS = _LINES + WORKERS * _LINE_WORDS
 _UNLIMITED = 2**64 - 1
 _SLICE_S = 0.5
+Answer = TypeVar("Answer")
 
 
 class Span(NamedTuple):
@@ -63,8 +63,11 @@ class FrameBudget:
         self._remover = weakref.finalize(self, _remove, path, os.getpid())
         allocate(path / "control", ControlBlock.size_needed(_WORDS, 1))
         self._attach(path, create=True)
-        with self._changing() as state:
+
+        def begin(state: list[int]) -> None:
             state[_TOTAL], state[_BASE] = _UNLIMITED if total < 0 else total, base
+
+        self._change(begin)
 
     def _attach(self, path: Path, *, create: bool) -> None:
         self._path = path
@@ -83,14 +86,17 @@ class FrameBudget:
         self._block()
         return _attached, (os.fspath(self._path),)
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[list[int]]:
-        """The state, under the lock; what was changed in it is committed at the end, all or nothing."""
+    def _change(self, change: Callable[[list[int]], Answer]) -> Answer:
+        """Change the state under the lock, and commit it: all or nothing.
+
+        Not by ``with``: an exception such as Ctrl-C on its way in or out would leave the lock taken.
+        """
         block = self._block()
         try:
             state = block.load(block.mutex.lock())
-            yield state
+            answer = change(state)
             block.commit(state, block.events[0])
+            return answer
         finally:
             block.mutex.unlock()
 
@@ -101,20 +107,26 @@ class FrameBudget:
         Raises:
             Unsatisfiable: fewer are free; a budget has 64.
         """
-        with self._changing() as state:
+
+        def claim(state: list[int]) -> list[int]:
             free = [i for i in range(WORKERS) if i not in avoid and state[_line(i) + _PID] == 0]
             if len(free) < _whole("workers", workers, least=1):
                 raise Unsatisfiable(f"{workers} workers asked for, {len(free)} of the {WORKERS} lines are free")
             for i in free[:workers]:
                 state[_line(i) + _PID], state[_line(i) + _STARTED] = identity.me()
-        return free[:workers]
+            return free[:workers]
+
+        return self._change(claim)
 
     def release(self, worker: int) -> None:
         """Give a line up, with what is reserved on it. Its collected frames stay counted."""
         at = _line(worker)
-        with self._changing() as state:
+
+        def release(state: list[int]) -> None:
             state[_BASE] += state[at + _COLLECTED]
             state[at : at + _LINE_WORDS] = [0] * _LINE_WORDS
+
+        self._change(release)
 
     # ------------------------------------------------------------------ counting
     def reserve(self, frames: int, *, worker: int = 0, multiple_of: int = 1) -> int:
@@ -130,7 +142,8 @@ class FrameBudget:
     def reserve_span(self, frames: int, *, worker: int = 0, multiple_of: int = 1) -> Span:
         """As ``reserve``; the answer also says where the reservation stands among all frames."""
         at, wanted = _line(worker), _whole("frames", frames, least=1)
-        with self._changing() as state:
+
+        def reserve(state: list[int]) -> Span:
             if state[at + _RESERVED]:
                 _refuse_stranger(state, at, worker)
             taken = _collected(state) + _reserved(state)
@@ -139,14 +152,19 @@ class FrameBudget:
             if granted:
                 state[at + _PID], state[at + _STARTED] = identity.me()
                 state[at + _RESERVED] += granted
-        return Span(taken, granted)
+            return Span(taken, granted)
+
+        return self._change(reserve)
 
     def intend(self, worker: int, *, frames: int, receipt: int) -> None:
         """Note that ``worker`` is about to write ``frames`` of its reservation, under this number of a receipt."""
         at = _line(worker)
-        with self._changing() as state:
+
+        def intend(state: list[int]) -> None:
             _refuse_excess(state, at, worker, frames)
             state[at + _RECEIPT], state[at + _INTENDED] = receipt, frames
+
+        self._change(intend)
 
     def commit(self, worker: int = 0, *, frames: int) -> None:
         """Count ``frames`` of the worker's reservation as collected.
@@ -155,22 +173,28 @@ class FrameBudget:
             InvalidArgument: the worker has reserved fewer.
         """
         at = _line(worker)
-        with self._changing() as state:
+
+        def commit(state: list[int]) -> None:
             _refuse_excess(state, at, worker, frames)
             state[at + _RESERVED] -= frames
             state[at + _COLLECTED] += frames
             state[at + _COMMITS] += 1
             state[at + _INTENDED] = 0
 
+        self._change(commit)
+
     def refund(self, worker: int = 0, *, frames: int | None = None) -> int:
         """Give ``frames`` of the worker's reservation (default: all of it) back; how many that were."""
         at = _line(worker)
-        with self._changing() as state:
+
+        def refund(state: list[int]) -> int:
             returned = state[at + _RESERVED] if frames is None else frames
             _refuse_excess(state, at, worker, returned)
             state[at + _RESERVED] -= returned
             state[at + _INTENDED] = 0
-        return returned
+            return returned
+
+        return self._change(refund)
 
     def reclaim(self, worker: int, *, receipt: int | None = None) -> int:
         """After a worker's death: settle its line, and return how many frames went back to the budget.
@@ -179,7 +203,8 @@ class FrameBudget:
         before its last write, that write happened, and is counted. May be called again, also by several at once.
         """
         at = _line(worker)
-        with self._changing() as state:
+
+        def reclaim(state: list[int]) -> int:
             if state[at + _INTENDED] and receipt == state[at + _RECEIPT]:
                 state[at + _COLLECTED] += state[at + _INTENDED]
                 state[at + _COMMITS] += 1
@@ -187,7 +212,9 @@ class FrameBudget:
             returned = state[at + _RESERVED]
             state[at + _RESERVED] = state[at + _INTENDED] = 0
             state[at + _PID], state[at + _STARTED] = identity.me()
-        return returned
+            return returned
+
+        return self._change(reclaim)
 
     def restore(self, collected: int) -> None:
         """Begin again from so many collected frames.
@@ -196,12 +223,15 @@ class FrameBudget:
             InvalidArgument: more than the total, or frames are reserved or collected already.
         """
         base = _whole("collected", collected)
-        with self._changing() as state:
+
+        def restore(state: list[int]) -> None:
             if _reserved(state) or _collected(state) != state[_BASE]:
                 raise InvalidArgument("frames cannot be restored while others are collected; restore before starting")
             if base > state[_TOTAL]:
                 raise InvalidArgument(f"{base} frames were collected already, more than total_frames={state[_TOTAL]}")
             state[_BASE] = base
+
+        self._change(restore)
 
     # ------------------------------------------------------------------ looking
     @property

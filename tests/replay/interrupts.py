@@ -22,8 +22,9 @@ class interrupted:  # used as a function
     """Raise `Interrupt` at the ``place``-th such place, from 0, in the files of millpond whose path begins so, or in
     what the standard library does for them in ``with``."""
 
-    def __init__(self, place: int, within: str = "") -> None:
-        self.left, self.previous, self.own = place, "", f"{PACKAGE}/{within}"
+    def __init__(self, place: int, *within: str) -> None:
+        self.left, self.previous = place, ""
+        self.own = (*(f"{PACKAGE}/{part}" for part in within), contextlib.__file__)
         self.tracer = sys.gettrace()
 
     def __enter__(self) -> None:
@@ -39,7 +40,7 @@ class interrupted:  # used as a function
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":  # where a function of Python returns there is no such place: ``previous`` was its last
             place = self.previous.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
-            if place and file.startswith((self.own, contextlib.__file__)):
+            if place and file.startswith(self.own):
                 self.left -= 1
                 if self.left == -1:
                     raise Interrupt

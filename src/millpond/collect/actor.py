@@ -67,15 +67,20 @@ class Granted:
 
     def __init__(self) -> None:
         self.refunded = False
+        self._commits = 0
 
     def reserve_span(self, frames: int, *, worker: int, multiple_of: int) -> Span:
         return Span(0, 0)
 
     def intend(self, worker: int, *, frames: int, receipt: int) -> None: ...
 
-    def commit(self, worker: int, *, frames: int) -> None: ...
+    def commit(self, worker: int, *, frames: int) -> None:
+        self._commits += 1
 
-    def refund(self, worker: int, *, frames: int) -> None:
+    def commits_by(self, worker: int) -> int:
+        return self._commits
+
+    def refund(self, worker: int, *, frames: int | None = None) -> None:
         self.refunded = True
 
 

@@ -100,6 +100,7 @@ class Collector:
         self._me.enter()
         self._background: Background | None = None
         self._written = 0
+        self._own: TensorDict | None = None  # the batch that is being handed out
         self._closed = False
 
     # ------------------------------------------------------------------ collecting
@@ -118,16 +119,18 @@ class Collector:
         self._refuse_closed()
         if self._background is not None:
             raise InvalidArgument("this collector was started, and collects by itself; it cannot be iterated too")
-        batch = self._next_batch()
-        if batch is None:
-            raise StopIteration
-        own = None
-        if self.replay is None:
-            own = batch.clone()
+        if self._own is None:  # else an exception came when it was nearly handed out
+            batch = self._next_batch()
+            if batch is None:
+                raise StopIteration
+            if self.replay is None:
+                self._own = batch.clone()
+            else:
+                self._written += self._lane.write(self.replay, cancel_event=self.cancel_event)
+        if self._own is not None and self._lane.granted:
             self._lane.settle()
-        else:
-            self._written += self._lane.write(self.replay, cancel_event=self.cancel_event)
         self._report(WAITING)
+        own, self._own = self._own, None
         return own
 
     def _next_batch(self) -> TensorDict | None:

@@ -24,14 +24,17 @@ class Account(Protocol):
 
     def commit(self, worker: int, *, frames: int) -> None: ...
 
-    def refund(self, worker: int, *, frames: int) -> object: ...
+    def commits_by(self, worker: int) -> int: ...
+
+    def refund(self, worker: int, *, frames: int | None = None) -> object: ...
 
 
 class Lane:
     """Collects batches of ``frames_per_batch`` frames on line ``line`` of a budget, and counts them exactly once.
 
     ``batch`` gives one and holds its reservation; then comes ``write``, or ``settle``, or ``abandon``. Until it is
-    counted its frames stay in the rollout: after a cancelled write the next ``batch`` returns it again.
+    counted its frames stay in the rollout: after a cancelled write the next ``batch`` returns it again. After any
+    exception, such as Ctrl-C, the next call goes on where that one was.
     """
 
     def __init__(
@@ -52,25 +55,36 @@ class Lane:
         self._number = 0  # of the receipt for this batch, where somebody else numbers them
         self._made: TensorDict | None = None
         self._receipt: int | None = None  # the last number that we left in the buffer
+        self._intended = 0  # the number under which the batch is being written
+        self._reserving = self._pulling = self._dropping = False  # an exception leaves it so; the next call goes on
 
     def batch(self, stopped: Callable[[], bool]) -> TensorDict | None:
         """The next batch, in memory that the next call uses again.
 
         None: every frame is reserved by somebody (``granted`` is 0), or ``stopped()``; then a later call goes on.
         """
+        if self._dropping:
+            self._drop()
         if self._made is not None:
             return self._made
         if not self.granted and not self._reserve():
             return None
+        if self._pulling:
+            self._pull()
         if self.rollout.collect(self.granted, random_frames=self._random, stopped=stopped):
             self._made = self.rollout.rows.first(self.granted)
         return self._made
 
     def _reserve(self) -> bool:
+        if self._reserving:
+            self.budget.refund(self.line)
+        self._reserving = True
         span = self.budget.reserve_span(
             self.frames_per_batch, worker=self.line, multiple_of=self.rollout.rows.time or 1
         )
-        self.begin(span.frames, random_frames=max(0, self.random_frames - span.first))
+        random = max(0, self.random_frames - span.first)
+        self.granted, self._reserving = span.frames, False
+        self.begin(span.frames, random_frames=random)
         return span.frames > 0
 
     def begin(self, granted: int, *, random_frames: int, receipt: int = 0) -> None:
@@ -79,8 +93,14 @@ class Lane:
         ``receipt`` is the number under which it is to be written, from one who knows the last; 0: one more than that.
         """
         self.granted, self._random, self._number = granted, random_frames, receipt
-        if granted and self.weights is not None:
+        if granted:
+            self._pull()
+
+    def _pull(self) -> None:
+        if self.weights is not None:
+            self._pulling = True
             self.rollout.version = self.weights.pull(self.rollout.policy)
+        self._pulling = False
 
     def write(self, replay: Any, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> int:
         """Write the batch, and count it. How many frames were written: 0 where the buffer drops new ones.
@@ -93,22 +113,23 @@ class Lane:
         """
         frames, batch = self.granted, self._made
         assert batch is not None
+        if self._intended and replay.receipt(self.line) == self._intended:  # an exception came after the write
+            self._written(self._intended)
+            return frames
         how: dict[str, Any] = {"timeout": timeout, "cancel_event": cancel_event}
-        number = self._intend(replay, frames)
+        number = self._intended = self._intend(replay, frames)
         if number:
             how["receipt"] = (self.line, number)
         try:
             slots = replay.extend(batch, **how)
+            if slots.numel() == 0:
+                self._refused(frames)
+                return 0
+            self._written(number)
         except BaseException:
-            if number and replay.receipt(self.line) == number:  # an interrupt came after the write
+            if self._intended and replay.receipt(self.line) == number:  # such as Ctrl-C, just after the write
                 self._written(number)
             raise
-        if slots.numel() == 0:
-            self.dropped += frames
-            self.budget.refund(self.line, frames=frames)
-            self.handed_over()
-            return 0
-        self._written(number)
         return frames
 
     def _intend(self, replay: Any, frames: int) -> int:
@@ -137,18 +158,35 @@ class Lane:
         self._receipt = receipt
         self.settle()
 
+    def _refused(self, frames: int) -> None:
+        self.budget.refund(self.line)
+        self.granted, self._made, self._intended, self._dropping = 0, None, 0, True
+        self.dropped += frames
+        self._drop()
+
     def settle(self) -> None:
         """The batch was handed over: count it."""
-        self.budget.commit(self.line, frames=self.granted)
-        self.handed_over()
+        before = self.budget.commits_by(self.line)
+        try:
+            self.budget.commit(self.line, frames=self.granted)
+            self.granted, self._made, self._intended, self._dropping = 0, None, 0, True
+        except BaseException:  # such as Ctrl-C, which may come just when it was counted
+            if self.budget.commits_by(self.line) != before:
+                self.granted, self._made, self._intended, self._dropping = 0, None, 0, True
+            raise
+        self._drop()
 
     def handed_over(self) -> None:
         """The batch was handed over, to somebody who counts it."""
-        self.granted, self._made = 0, None
+        self.granted, self._made, self._intended, self._dropping = 0, None, 0, True
+        self._drop()
+
+    def _drop(self) -> None:
         self.rollout.rows.drop()
+        self._dropping = False
 
     def abandon(self) -> None:
         """Give back what is reserved. What was collected stays in the rollout."""
-        if self.granted:
-            self.budget.refund(self.line, frames=self.granted)
-        self.granted, self._made = 0, None
+        if self.granted or self._reserving:
+            self.budget.refund(self.line)
+        self.granted, self._made, self._reserving = 0, None, False

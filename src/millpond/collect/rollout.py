@@ -130,6 +130,7 @@ class Rollout:
         self._sick = False  # was anything quarantined in the step before?
         self._streak = np.zeros(n, np.int64)  # how many steps in a row were quarantined
         self._observation: Any = None  # what to act on; None before the first step
+        self._cut_off = False  # did an exception end the last step?
         self._seen = [
             _Seen(leaf, ("observation", *leaf.key), ("next", "observation", *leaf.key), leaf.dtype.kind == "f")
             for leaf in stepper.observation_leaves
@@ -149,6 +150,8 @@ class Rollout:
         """
         if self._observation is None:
             self._begin()
+        if self._cut_off:
+            self._begin_anew()
         rows = self.rows
         while rows.available < frames:
             if stopped():
@@ -159,9 +162,19 @@ class Rollout:
     # ------------------------------------------------------------------ one step
     def _begin(self) -> None:
         self._seed_draws()
-        self._observation = self.stepper.reset(seed=self._seeds[0])
-        self._check_shapes(self._observation)
+        observation = self.stepper.reset(seed=self._seeds[0])
+        self._check_shapes(observation)
         self._episode = self._ids.take(self.stepper.num_envs)
+        self._observation, self._cut_off = observation, False
+
+    def _begin_anew(self) -> None:
+        """An exception has cut a step off, and nobody knows what the environments did in it: the open episodes end as
+        truncated."""
+        self.rows.truncate(np.ones(self.stepper.num_envs, bool))
+        observation = self.stepper.reset()
+        self._episode = self._ids.take(self.stepper.num_envs)
+        self._step[...], self.tally.returns[...], self._sick = 0, 0.0, False
+        self._observation, self._cut_off = observation, False
 
     def _seed_draws(self) -> None:
         _, action, policy = self._seeds
@@ -171,13 +184,16 @@ class Rollout:
 
     def _advance(self, random: int) -> None:
         rows, stepper, observation = self.rows, self.stepper, self._observation
+        self._suspects = []
         block = rows.open()
         for seen in self._seen:
             values = seen.leaf.of(observation)
             block[seen.key][...] = values
             if seen.floating:
                 self._look(values, seen.key, block)
-        step = stepper.step(self._act(block, random))
+        actions = self._act(block, random)
+        self._cut_off = True  # until the step is whole
+        step = stepper.step(actions)
         for seen in self._seen:
             values = seen.leaf.of(step.next_observation)
             block[seen.next_key][...] = values
@@ -196,7 +212,7 @@ class Rollout:
         bad = self._judge(step) if self._suspects or self._sick else None
         rows.close(step.stored if bad is None else ~bad if step.stored is None else step.stored & ~bad)
         self._number(step, bad)
-        self._observation = stepper.advance()
+        self._observation, self._cut_off = stepper.advance(), False
 
     def _act(self, block: Block, random: int) -> Any:
         """Actions for all environments, in the structure that they take, written into ``block``."""

@@ -85,16 +85,16 @@ class FlatRows:
         self._allocate(frames + num_envs)
 
     def _allocate(self, size: int) -> None:
-        old, rows = self._arrays, slice(self._start, self._end)
-        self._size = size
-        self._arrays = {f.key: np.zeros((size, *f.shape), f.dtype) for f in self.fields}
+        old, rows, held = self._arrays, slice(self._start, self._end), self.held
+        arrays = {f.key: np.zeros((size, *f.shape), f.dtype) for f in self.fields}
         env = np.zeros(size, np.int32)
         for key, array in old.items():
-            self._arrays[key][: self.held] = array[rows]
-        env[: self.held] = self._env[rows]
-        self._env, self._end, self._start = env, self.held, 0
-        self._tensors = {key: torch.from_numpy(array) for key, array in self._arrays.items()}
-        self._written = {key: array[:, 0] if key in _FIXED else array for key, array in self._arrays.items()}
+            arrays[key][:held] = array[rows]
+        env[:held] = self._env[rows]
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        written = {key: array[:, 0] if key in _FIXED else array for key, array in arrays.items()}
+        self._tensors, self._written = tensors, written  # no call from here on, so no exception can come in between
+        self._arrays, self._env, self._size, self._end, self._start = arrays, env, size, held, 0
         self._blocks: dict[int, Block] = {}  # by the row where they begin
         self._batches: dict[tuple[int, int], TensorDict] = {}  # by their first row, and their size
 
@@ -237,17 +237,15 @@ class SequenceRows:
         self._allocate(columns)
 
     def _allocate(self, columns: int) -> None:
-        old, self.columns = self.arrays, columns
-        self.arrays = {f.key: np.zeros((self.num_envs, columns, *f.shape), f.dtype) for f in self.fields}
+        arrays = {f.key: np.zeros((self.num_envs, columns, *f.shape), f.dtype) for f in self.fields}
         valid = np.ones((self.num_envs, columns), bool)
-        if old:
-            for key, array in old.items():
-                self.arrays[key][:, : array.shape[1]] = array
-            valid[:, : self._valid.shape[1]] = self._valid
-        self._valid = valid
-        self.tensors = {key: torch.from_numpy(array) for key, array in self.arrays.items()}
-        self._flat = {key: tensor.flatten(0, 1) for key, tensor in self.tensors.items()}
-        self._all = _sequences(self.tensors)
+        for key, array in self.arrays.items():
+            arrays[key][:, : array.shape[1]] = array
+        valid[:, : self._valid.shape[1]] = self._valid
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        flat, everything = {key: tensor.flatten(0, 1) for key, tensor in tensors.items()}, _sequences(tensors)
+        self.tensors, self._flat, self._all = tensors, flat, everything  # no call, so no exception, in between
+        self.arrays, self._valid, self.columns = arrays, valid, columns
 
     # ------------------------------------------------------------------ growing
     def open(self) -> Block:

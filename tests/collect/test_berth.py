@@ -137,8 +137,9 @@ def test_batches_that_were_handed_over_stay_reserved_when_their_actor_dies() -> 
 def test_in_rounds_the_successor_gets_the_same_orders() -> None:
     sea = Sea("obey")
     assert sea.berth.next_order(time=None) is None  # only when told
-    for frames in (10, 7, 5):
-        sea.berth.want(frames, 0)
+    for number, frames in enumerate((10, 7, 5), start=1):
+        sea.berth.want(frames, 0, number=number)
+        sea.berth.want(frames, 0, number=number)  # twice is once
     sea.orders(2)
     sea.answer("kept")
     sea.berth.died(doubt_ends=0.0)

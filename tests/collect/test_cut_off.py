@@ -11,7 +11,7 @@ import torch
 from episode_worlds import Diary, diaries
 from policies import Waver
 
-from millpond.collect import Collector, FrameBudget
+from millpond.collect import Collector, FrameBudget, MultiCollector
 from millpond.replay import ReplayBuffer
 from millpond.weights import WeightBoard
 from tests.replay.interrupts import Interrupt, interrupted
@@ -108,3 +108,30 @@ def test_an_environment_that_raised_begins_anew() -> None:
     found: Any = torch.cat(batches)
     assert found.numel() == 60
     check(found)
+
+
+PARTS = [f"collect/{name}.py" for name in ("team", "harvest", "supervisor", "budget")]
+
+
+@pytest.mark.parametrize("how", ["ahead", "rounds", "rounds into replay"])
+def test_interrupted_anywhere_a_collector_of_processes_goes_on(how: str) -> None:
+    total = 2000 if how == "ahead" else 3000
+    rb = ReplayBuffer(total) if "replay" in how else None
+    given: Any = {"num_workers": 2, "frames_per_batch": 5, "total_frames": total, "sync": how != "ahead", "seed": 0}
+    with MultiCollector(Diary, Waver(), replay=rb, **given) as collector:
+        batches, cut_off = [next(collector)], 0
+        for place in itertools.count():
+            try:
+                with interrupted(place // 2 if place % 2 == 0 else -1, *PARTS):
+                    batches.append(next(collector))
+            except StopIteration:
+                break
+            except Interrupt:
+                cut_off += 1
+        found: Any = torch.cat(batches) if rb is None else rb[:]  # type: ignore[arg-type]
+        assert (found.numel(), collector.collected_frames) == (total, total)
+        assert rb is None or rb.write_count == total
+        check(found)
+        assert cut_off > 25
+    if rb is not None:
+        rb.close()

@@ -19,24 +19,38 @@ from millpond.core.errors import InvalidArgument
 
 
 class Parcel:
-    """A batch that an actor has answered with. ``settle`` unpacks it and counts it, once, whoever calls."""
+    """A batch that an actor has answered with. ``settle`` unpacks it and counts it, once, whoever calls, and whatever
+    exception cuts a call off."""
 
     def __init__(self, berth: Berth, form: Format, answer: Report, *, settled: Callable[[], None]) -> None:
         self.worker, self._berth, self._form, self._settled = berth.worker, berth, form, settled
         self._packed, self._frames = answer.batch, answer.frames
         self._lock = threading.Lock()
         self._batch: TensorDict | None = None
+        self._counted = self._done = False
 
     def settle(self, *, count: bool = True) -> TensorDict:
         """The batch, in memory of its own. ``count=False``: somebody else counts it."""
         with self._lock:
             if self._batch is None:
                 self._batch = self._form.unpack(self._packed, self._frames)
-                self._packed = None
-                if count:
-                    self._berth.budget.commit(self._berth.line, frames=self._frames)
+            if count and not self._counted:
+                self._count()
+            if not self._done:
                 self._settled()
+                self._done, self._packed = True, None
             return self._batch
+
+    def _count(self) -> None:
+        budget, line = self._berth.budget, self._berth.line
+        with self._berth.counting:
+            before = budget.commits_by(line)
+            try:
+                budget.commit(line, frames=self._frames)
+                self._counted = True
+            except BaseException:
+                self._counted = budget.commits_by(line) != before
+                raise
 
 
 class Berth:
@@ -52,11 +66,13 @@ class Berth:
         self.deaths: list[str] = []  # why each actor that died was replaced, or was not
         self.ended = False  # nobody is here, and nobody will be
         self.handed = 0  # batches that are answered, and not settled
+        self.counting = threading.Lock()
         self._spec, self._receipt = spec, receipt
         self._under_way: deque[Order] = deque()
         self._again: deque[Order] = deque()  # that a pause cut off
         self._wanted: deque[tuple[int, int]] = deque()  # frames, random frames: ordered, in rounds, by the collector
         self._number = self._confirmed = 0  # of the last order, and of the last that is known to be written
+        self._ordered = 0  # the number of the collector's last order
         self._lost: list[Order] = []  # of an actor that died: nobody knows yet whether they were written
         self._doubt_ends = 0.0
 
@@ -75,9 +91,11 @@ class Berth:
         self._number = self._confirmed = max(self._number, self._receipt(self.line) or 0)
         return self._number + 1
 
-    def want(self, frames: int, random_frames: int) -> None:
-        """The collector orders, and has reserved, a batch."""
-        self._wanted.append((frames, random_frames))
+    def want(self, frames: int, random_frames: int, *, number: int) -> None:
+        """The collector orders, and has reserved, a batch. Twice under one number is once."""
+        if number > self._ordered:
+            self._ordered = number
+            self._wanted.append((frames, random_frames))
 
     def next_order(self, *, time: int | None) -> Order | None:
         """What the actor is to do next, which is under way from now on; None: there is nothing."""

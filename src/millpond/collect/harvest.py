@@ -61,34 +61,37 @@ class HandedOver:
 
     def __init__(self, supervisor: Supervision, budget: FrameBudget, first: Sequence[TensorDict] = ()) -> None:
         self._supervisor, self._budget = supervisor, budget
-        self._settled: deque[TensorDict] = deque(first)
+        self._first: deque[TensorDict] = deque(first)
+        self._inbox: deque[Delivery] = deque()
 
     def next(self) -> TensorDict:
-        while not self._settled:
+        while not self._first and not self._inbox:
             ended = over(self._supervisor, self._budget)  # looked at first: what came before the end is found after it
-            if (delivery := self._next_delivery()) is not None:
-                return delivery.settle()
-            if ended:
+            if not _receive(self._supervisor, self._inbox, _SLICE_S) and ended:
                 raise StopIteration
-        return self._settled.popleft()
-
-    def _next_delivery(self) -> Delivery | None:
-        try:
-            delivery: Delivery = self._supervisor.deliveries.get(timeout=_SLICE_S)
-            return delivery
-        except queue.Empty:
-            return None
+        if self._first:
+            batch = self._first[0]
+            del self._first[0]  # no call, so that Ctrl-C comes before, and the batch again, or later
+            return batch
+        batch = self._inbox[0].settle()
+        del self._inbox[0]
+        return batch
 
     def settle(self) -> None:
-        while not self._supervisor.deliveries.empty():
-            self._settled.append(self._supervisor.deliveries.get().settle())
+        while _receive(self._supervisor, self._inbox, 0.0):
+            pass
+        for delivery in self._inbox:
+            delivery.settle()
 
     def waiting(self) -> list[TensorDict]:
-        return list(self._settled)
+        return [*self._first, *(delivery.settle() for delivery in self._inbox)]
 
 
 class Rounds:
-    """Every worker collects one batch, of the same weights; all of them together, in the order of the workers."""
+    """Every worker collects one batch, of the same weights; all of them together, in the order of the workers.
+
+    After an exception such as Ctrl-C the next call goes on with the same round.
+    """
 
     def __init__(
         self,
@@ -102,49 +105,82 @@ class Rounds:
     ) -> None:
         self._supervisor, self._budget, self._replay = supervisor, budget, replay
         self._frames, self._multiple, self._random = frames_per_batch, multiple_of, random_frames
-        self._reserved: dict[int, int] = {}  # frames of this round, by worker
+        self._number = 1  # of the round
+        self._orders: dict[int, tuple[int, int]] = {}  # of this round, by worker: frames, random frames
+        self._uncounted: dict[int, int] = {}  # of its frames, by worker
+        self._inbox: deque[Delivery] = deque()
         self._batch: TensorDict | None = None  # of this round, not handed over yet
+        self._reserving: int | None = None  # the worker for whom frames may be reserved that are in no order
+        self._complete = self._written = False  # were all told? is it in the replay?
 
     def next(self) -> TensorDict | None:
         if self._batch is None:
-            if not self._reserved:
+            if not self._complete:
                 self._begin()
             self._batch = self._gather()
         batch = self._batch
-        if self._replay is not None:
+        if self._replay is not None and not self._written:
             self._replay.extend(batch, cancel_event=Stopped(self._supervisor))
-        for worker, frames in self._reserved.items():
-            self._budget.commit(self._supervisor.seats[worker].line, frames=frames)
-        self._reserved, self._batch = {}, None
+            self._written = True
+        for worker in list(self._uncounted):
+            self._count(worker)
+        self._number, self._orders, self._inbox = self._number + 1, {}, deque()
+        self._batch, self._complete, self._written = None, False, False
         return batch if self._replay is None else None
 
     def _begin(self) -> None:
         refuse_ended(self._supervisor)
         for worker, seat in enumerate(self._supervisor.seats):
+            if worker in self._orders:
+                continue
+            if self._reserving == worker:
+                self._budget.refund(seat.line)
+            self._reserving = worker
             span = self._budget.reserve_span(self._frames, worker=seat.line, multiple_of=self._multiple)
             if span.frames:
-                self._reserved[worker] = span.frames
-                self._supervisor.order(worker, span.frames, max(0, self._random - span.first))
-        if not self._reserved:
+                self._uncounted[worker] = span.frames
+                self._orders[worker] = (span.frames, max(0, self._random - span.first))
+        self._reserving = None
+        if not self._orders:
             raise StopIteration
+        for worker, order in self._orders.items():
+            self._supervisor.order(worker, *order, number=self._number)
+        self._complete = True
 
     def _gather(self) -> TensorDict:
-        batches: dict[int, TensorDict] = {}
-        while len(batches) < len(self._reserved):
+        while len(self._inbox) < len(self._orders):
             refuse_ended(self._supervisor)
-            try:
-                delivery = self._supervisor.deliveries.get(timeout=_SLICE_S)
-            except queue.Empty:
-                continue
-            batches[delivery.worker] = delivery.settle(count=False)
+            _receive(self._supervisor, self._inbox, _SLICE_S)
+        batches = {delivery.worker: delivery.settle(count=False) for delivery in self._inbox}
         together: TensorDict = torch.cat([batches[worker] for worker in sorted(batches)])  # type: ignore[assignment]
         return together
+
+    def _count(self, worker: int) -> None:
+        line, frames = self._supervisor.seats[worker].line, self._uncounted[worker]
+        before = self._budget.commits_by(line)
+        try:
+            self._budget.commit(line, frames=frames)
+            del self._uncounted[worker]
+        except BaseException:
+            if self._budget.commits_by(line) != before:
+                self._uncounted.pop(worker, None)
+            raise
 
     def settle(self) -> None:
         return
 
     def waiting(self) -> list[TensorDict]:
         return []
+
+
+def _receive(supervisor: Supervision, inbox: deque[Delivery], timeout: float) -> bool:
+    """Wait for a delivery, into ``inbox``. It is one call of C all through: Ctrl-C cannot come when it has left the
+    queue and is not there yet."""
+    try:
+        inbox.extend(map(supervisor.deliveries.get, (timeout > 0,), (timeout or None,)))
+    except queue.Empty:
+        return False
+    return True
 
 
 class Stopped:

@@ -33,27 +33,41 @@ _KILL_S = 5.0  # how long the kernel may take to end a killed process
 
 
 class Delivery:
-    """A batch that lies in a worker's mailbox. ``settle`` takes it out and counts it, once, whoever calls."""
+    """A batch that lies in a worker's mailbox. ``settle`` takes it out and counts it, once, whoever calls, and whatever
+    exception cuts a call off."""
 
-    def __init__(self, seat: Seat, slot: int, frames: int) -> None:
+    def __init__(self, seat: Seat, slot: int, frames: int, number: int) -> None:
         self.worker = seat.worker
-        self._seat, self._slot, self._frames = seat, slot, frames
+        self._seat, self._frames, self._credit = seat, frames, (slot, number)
         self._mailbox, self._connection = seat.mailbox, seat.connection
         self._lock = threading.Lock()
         self._batch: TensorDict | None = None
+        self._counted = False
 
     def settle(self, *, count: bool = True) -> TensorDict:
         """The batch, in memory of its own. ``count=False``: somebody else counts it."""
         with self._lock:
             if self._batch is None:
                 assert self._mailbox is not None
-                self._batch = self._mailbox.get(self._slot, self._frames)
-                if count:
-                    self._seat.budget.commit(self._seat.line, frames=self._frames)
-                self._mailbox = None
+                self._batch = self._mailbox.get(self._credit[0], self._frames)
+            if count and not self._counted:
+                self._count()
+            if self._mailbox is not None:
                 with contextlib.suppress(OSError):  # the worker may be dead by now
-                    self._connection.send(("credit", self._slot))
+                    self._connection.send(("credit", *self._credit))  # twice is once
+                self._mailbox = None
             return self._batch
+
+    def _count(self) -> None:
+        seat = self._seat
+        with seat.counting:  # nobody else counts on this line
+            before = seat.budget.commits_by(seat.line)
+            try:
+                seat.budget.commit(seat.line, frames=self._frames)
+                self._counted = True
+            except BaseException:
+                self._counted = seat.budget.commits_by(seat.line) != before
+                raise
 
 
 class Seat:
@@ -65,7 +79,9 @@ class Seat:
         self.connection: Connection = None  # type: ignore[assignment]  # set with the process
         self.mailbox: Mailbox | None = None
         self.deaths: list[str] = []  # why each process that died was replaced, or was not
-        self.order: tuple[int, int] | None = None  # frames, random frames: to be repeated to the next process
+        self.order: tuple[int, int, int] | None = None  # frames, random frames, number: to be repeated to the next one
+        self.answered = 0  # the number of the last order that was carried out
+        self.counting = threading.Lock()
         self.posted: list[Delivery] = []  # by the process that is here now
         self.ended = False  # nobody is here, and nobody will be
 
@@ -93,14 +109,16 @@ class Supervisor(Supervision):
         self._receipt, self._reclaims = receipt, reclaims
         self._wake_read, self._wake_write = mp_connection.Pipe(duplex=False)
 
-    def order(self, worker: int, frames: int, random_frames: int) -> None:
-        """Tell a worker to collect a batch; repeated to its successor if it dies over it."""
+    def order(self, worker: int, frames: int, random_frames: int, *, number: int) -> None:
+        """Tell a worker to collect a batch; repeated to its successor if it dies over it. Twice under one number is
+        once."""
         seat = self.seats[worker]
         with self.changed:
-            seat.order = (frames, random_frames)
-            if seat.process is not None:
-                with contextlib.suppress(OSError):
-                    seat.connection.send(("collect", frames, random_frames))
+            if number > seat.answered:
+                seat.order = (frames, random_frames, number)
+                if seat.process is not None:
+                    with contextlib.suppress(OSError):
+                        seat.connection.send(("collect", *seat.order))
 
     def ask(self, worker: int) -> bool:
         """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
@@ -209,7 +227,9 @@ class Supervisor(Supervision):
             delivery = Delivery(seat, *details)
             seat.posted.append(delivery)
             seat.posted = seat.posted[-4:]  # a worker has two slots, so older ones were settled
-            seat.order = None
+            if seat.order is not None:
+                with self.changed:
+                    seat.answered, seat.order = seat.order[-1], None
             self.deliveries.put(delivery)
         elif what == "state":
             self.states.put((seat.worker, *details))

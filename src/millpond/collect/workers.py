@@ -148,6 +148,8 @@ class Worker:
             weights=spec.weights,
         )
         self._free = list(range(SLOTS))
+        self._posted: dict[int, int] = {}  # by slot: the number of the batch that was put there last
+        self._ordered = 0  # the number of the last order
         self._seen = 0  # quarantined rows that were told
         if spec.duty != "write":
             form = Format(self.rollout.rows.fields, spec.frames_per_batch, self.rollout.rows.time)
@@ -191,9 +193,14 @@ class Worker:
 
     def _answer(self, what: str, *details: Any) -> None:
         if what == "credit":
-            self._free.append(details[0])
+            slot, number = details
+            if self._posted.get(slot) == number and slot not in self._free:
+                self._free.append(slot)
         elif what == "collect":
-            self.lane.begin(details[0], random_frames=details[1])
+            frames, random_frames, number = details
+            if number > self._ordered:
+                self._ordered = number
+                self.lane.begin(frames, random_frames=random_frames)
         elif what == "state":
             self.connection.send(("state", self.rollout.state_dict()))
 
@@ -233,7 +240,8 @@ class Worker:
     def _post(self, batch: Any, slot: int) -> None:
         frames = self.lane.granted
         self._mailbox.put(slot, batch)
-        self.connection.send(("batch", slot, frames))
+        number = self._posted[slot] = max(self._posted.values(), default=0) + 1
+        self.connection.send(("batch", slot, frames, number))
         self.lane.handed_over()
 
     # ------------------------------------------------------------------ while others' code runs

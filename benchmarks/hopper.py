@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from millpond.replay import kernels
+
 ITEMS = 1_000_000
 WORDS = 14  # 64-bit words of a row
 
@@ -39,7 +41,9 @@ def item() -> dict[str, Any]:
 
 
 def fill(rb: Any, items: int = ITEMS) -> None:
-    """Write ``items`` transitions."""
+    """Write ``items`` transitions, and have the compiled kernels loaded, which the first sample asks for."""
     part = transitions(50_000)
     for _ in range(items // 50_000):
         rb.extend(part)
+    kernels.request()
+    kernels.wait()

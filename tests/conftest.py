@@ -85,6 +85,9 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("@pytest.mark.leaks needs reason=...", pytrace=False)
     before = leaks.look()
     yield
+    loading = sys.modules.get("millpond.replay.kernels")
+    if loading is not None:
+        loading.wait()  # one thread for each process, which ends by itself
     if marker:
         return
     left = what_stays(before, grace_s=float(request.config.getini("leak_grace")))

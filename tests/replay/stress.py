@@ -1,7 +1,12 @@
 """SIGKILLs writers and samplers of one shared buffer, at random instants and at named steps, and checks what is left.
 
-``python tests/replay/stress.py METHOD MODE KILLS [SEED]`` prints one JSON line, and exits with 1 on any violation.
-Modes: overwrite, prioritized, fifo, fifo2, pool, pool2 (items leave in random order, after 1 or 2 deliveries), epoch.
+``python tests/replay/stress.py METHOD MODE KILLS [SEED [short]]`` prints one JSON line, and exits with 1 on any
+violation. Modes: overwrite, prioritized, fifo, fifo2, pool, pool2 (items leave in random order, after 1 or 2
+deliveries), epoch.
+
+With ``short`` the workers have the compiled shortcut from the first call. Of the victims those that die at a named step
+go the ordinary way, as that is where the steps are; the others have the same shortcut in plain Python, which takes long
+enough under the lock to be killed there.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import shortcuts
+import slow_kernels
 import torch
 
 from millpond.core.errors import BufferClosed, NotReady
@@ -35,12 +42,13 @@ from millpond.replay import (
     slots,
     waiting,
 )
+from millpond.replay import engine as engine_module
 from millpond.shm import futex
 
 CAPACITY, WORDS, LOG = 512, 14, 1 << 20
 COMMON = ["record written", "committed", "recover"]
 WRITER = [*COMMON, "intent", "half copied", "half copied"]
-FINISHED, PENDING, CALLS, WORST_US, TORN, LOGGED, PROBLEMS = range(7)
+FINISHED, PENDING, CALLS, WORST_US, TORN, LOGGED, PROBLEMS, SHORT = range(8)
 
 
 def buffer_for(mode: str) -> ReplayBuffer:
@@ -86,7 +94,44 @@ class Ledger:
         self.log = np.frombuffer(self._map, np.int64, LOG, 128)
 
 
-def worker(rb: ReplayBuffer, path: Path, kind: str, ident: int, n: int, victim: bool, suicide: Any, seed: int) -> None:
+def give_shortcut(rb: ReplayBuffer, kernels: Any, head: Any) -> None:
+    """From the first call on, also where the rows are not bound yet. ``head`` counts what it did."""
+    made = shortcuts.at_once(kernels)
+
+    def counted(engine: Any) -> Any:
+        short = made(engine)
+        if isinstance(short, shortcuts.Counted):
+            short.done = Told(head)
+        return short
+
+    engine_module.shortcut_for = counted
+    if rb._engine.rows is not None:
+        rb._engine.shortcut = counted(rb._engine)
+
+
+class Told(collections.Counter[str]):
+    """Counts in a ledger, too."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self._head = head
+
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value)
+        self._head[SHORT] += 1
+
+
+def worker(
+    rb: ReplayBuffer,
+    path: Path,
+    kind: str,
+    ident: int,
+    n: int,
+    victim: bool,
+    suicide: Any,
+    seed: int,
+    short: bool,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     rows.CHUNK = slots.CHUNK = 8  # so that chunks have middles
@@ -104,10 +149,13 @@ def worker(rb: ReplayBuffer, path: Path, kind: str, ident: int, n: int, victim: 
         if rnd.random() < (0.10 if victim else 0.01):
             time.sleep(rnd.random() * 0.004)
 
+    stops = not short or suicide is not None
+    if not stops:
+        give_shortcut(rb, slow_kernels if victim else shortcuts.compiled(), head)
     batch = 0
     try:
         while True:
-            if rb._engine.rows is not None and rb._engine.rows.hook is None:
+            if stops and rb._engine.rows is not None and rb._engine.rows.hook is None:
                 rb._engine.control.hook = rb._engine.rows.hook = hook
             phase = int(time.monotonic() / 0.15) % 2  # writers ahead, then samplers ahead
             if (phase == 0) == (kind == "w"):
@@ -145,7 +193,8 @@ def worker(rb: ReplayBuffer, path: Path, kind: str, ident: int, n: int, victim: 
 class Run:
     """One stress run: four survivors, and two victims at a time."""
 
-    def __init__(self, method: str, mode: str, seed: int, folder: Path) -> None:
+    def __init__(self, method: str, mode: str, seed: int, folder: Path, *, short: bool = False) -> None:
+        self.short = short
         self.mode, self.method, self.folder, self.rnd = mode, method, folder, random.Random(seed)
         self.context: Any = mp.get_context(method)
         self.rb = buffer_for(mode)
@@ -163,7 +212,7 @@ class Run:
         n = self.rnd.choice([1, 7, 64, 64, 300] if victim else [7, 32])
         path = self.folder / f"{kind}{ident}"
         ledger = Ledger(path, create=True)
-        arguments = (self.rb, path, kind, ident, n, victim, suicide, ident + 1000)
+        arguments = (self.rb, path, kind, ident, n, victim, suicide, ident + 1000, self.short)
         process = self.context.Process(target=worker, args=arguments, daemon=True)
         process.start()
         made = {"kind": kind, "process": process, "n": n, "suicide": suicide, "ledger": ledger, "killed": False}
@@ -248,6 +297,9 @@ class Run:
                     self.problems.append(f"{one['kind']} ended with {one['process'].exitcode}")
         stats["write_count"] = self.rb._engine.control.peek()[4]
         self._check(stats, rest)
+        idle = [one["kind"] for one in self.survivors if not one["ledger"].head[SHORT]]
+        if self.short and [kind for kind in idle if (kind, self.mode) != ("w", "prioritized")]:
+            self.problems.append(f"survivors never took the shortcut: {idle}")
         worst = max(int(one["ledger"].head[WORST_US]) for one in self.survivors) / 1e6
         if worst > 1.0:
             self.problems.append(f"a survivor's operation took {worst:.2f} s")
@@ -266,6 +318,7 @@ class Run:
             "write_count": stats["write_count"],
             "recoveries": stats["recoveries"],
             "discarded": stats["discarded_writes"],
+            "short": sum(int(one["ledger"].head[SHORT]) for one in self.everyone),
             "problems": self.problems,
         }
 
@@ -340,18 +393,21 @@ class Run:
             self.problems.append("the tree's inner nodes were wrong")
 
 
-def run(method: str, mode: str, kills: int, seed: int = 1) -> dict[str, Any]:
+def run(method: str, mode: str, kills: int, seed: int = 1, *, short: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
+    if short:
+        shortcuts.compiled()  # so that forked workers have it
     if method == "forkserver":
         mp.set_forkserver_preload(["millpond.replay"])
     with tempfile.TemporaryDirectory() as folder:
-        stress = Run(method, mode, seed, Path(folder))
+        stress = Run(method, mode, seed, Path(folder), short=short)
         for _ in range(kills):
             stress.kill_one()
         return stress.finish()
 
 
 if __name__ == "__main__":
-    result = run(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 1)
+    more = [*sys.argv[4:], "1"]
+    result = run(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(more[0]), short="short" in more)
     print(json.dumps(result), flush=True)
     sys.exit(bool(result["problems"]))

@@ -19,6 +19,9 @@ KILLS = [
 ]
 
 
+SHORT = [("fork", "overwrite", 10), ("fork", "prioritized", 8), ("fork", "fifo", 8), ("spawn", "overwrite", 2)]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("method", "mode", "kills"), KILLS, ids=lambda value: str(value))
 def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: str, kills: int) -> None:
@@ -27,3 +30,13 @@ def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: 
     result = stress.run(method, mode, kills, seed=len(mode) + kills)
     assert result["problems"] == []
     assert result["kills"] == kills
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("method", "mode", "kills"), SHORT, ids=lambda value: str(value))
+def test_the_same_with_the_compiled_shortcut(method: str, mode: str, kills: int) -> None:
+    """Also where some have it and some have not."""
+    result = stress.run(method, mode, kills, seed=len(mode) + kills, short=True)
+    assert result["problems"] == []
+    assert result["kills"] == kills
+    assert result["short"] > 1000

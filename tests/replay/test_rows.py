@@ -7,14 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shortcuts import compiled
 
 from millpond import ReplayBuffer
 from millpond.core.errors import InvalidArgument
 from millpond.core.schema import Schema
+from millpond.replay import kernels
 from millpond.replay import rows as rows_module
 from millpond.replay.drawing import Draw, Items, Randomness
 from millpond.replay.rows import FEW, MANY, Rows
 from millpond.replay.storage import TensorStorage
+
+
+@pytest.fixture(params=["Numba", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the compiled gathers, and as long as they are not loaded, or cannot be."""
+    monkeypatch.setattr(rows_module, "VAST", 1)
+    found = compiled() if request.param == "Numba" else None
+    monkeypatch.setattr(kernels, "request", lambda: found)
+    return str(request.param)
 
 
 def stored(capacity: int, words: int) -> Rows:
@@ -28,8 +39,7 @@ def stored(capacity: int, words: int) -> Rows:
 
 @pytest.mark.parametrize("words", [1, 2, 7, 8, 9, 14, 16, 17, 100])
 @pytest.mark.parametrize("n", [1, FEW, FEW + 1, 255, MANY - 1, MANY, 3000])
-def test_every_way_of_gathering_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch, words: int, n: int) -> None:
-    monkeypatch.setattr(rows_module, "VAST", 1)
+def test_every_way_of_gathering_gives_the_same_rows(way: str, words: int, n: int) -> None:
     rows = stored(500, words)
     slots = np.random.default_rng(n).integers(0, 500, n)
     slots[0], slots[-1] = 499, 0  # the ends, beyond which is nothing
@@ -40,11 +50,15 @@ def test_every_way_of_gathering_gives_the_same_rows(monkeypatch: pytest.MonkeyPa
     assert torch.equal(backwards, found.flip(0))
 
 
-def test_without_numba_torch_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "VAST", 1)
-    monkeypatch.setattr(rows_module, "_gathers", lambda: None)
-    rows, slots = stored(500, 14), np.arange(0, 500, 3)
-    assert torch.equal(rows.read(slots).view(torch.uint8), rows.gather(slots))
+def test_the_way_is_what_it_says(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would compare torch with torch."""
+    rows, used = stored(500, 14), []
+    select = torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *given, **more: used.append(1) or select(*given, **more))
+    into = torch.empty((FEW + 1, 14), dtype=torch.int64)
+    assert rows.read(np.arange(FEW + 1), into) is into
+    assert torch.equal(into, rows._words[: FEW + 1])
+    assert len(used) == (way == "torch")
 
 
 class Nonsense:

@@ -403,21 +403,6 @@ class Staging:
             array[...] = tensor.numpy(force=True)
 
 
-class Tray:
-    """An empty batch of ``n`` items: all that takes time to make, made before the items are known.
-
-    ``data`` is what ``unpack`` makes of ``words`` (the rows as int64 ``[n, row_nbytes / 8]``) with ``index`` and
-    ``generation``; the three are filled in later.
-    """
-
-    def __init__(self, schema: Schema, n: int) -> None:
-        rows = torch.empty((n, schema.row_nbytes), dtype=torch.uint8)
-        index, generation = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
-        self.words = rows.view(torch.int64)
-        self.index, self.generation = index.numpy(), generation.numpy()
-        self.data = schema.unpack(rows, {}, {"index": index, "generation": generation})
-
-
 def _maker() -> Callable[[dict[str, Any], torch.Size], TensorDict]:
     """The quickest way that this version of TensorDict offers: without checks that our own views cannot fail."""
     unsafe: Any = getattr(TensorDict, "_new_unsafe", None)  # 3 µs instead of 30

@@ -18,7 +18,7 @@ from millpond.remote.packed import Packed, Side
 from millpond.remote.parking import Call, Lot
 from millpond.remote.transfer import Incoming, Outgoing
 from millpond.replay.drawing import Ints
-from millpond.replay.taking import Taken
+from millpond.replay.taken import Taken
 
 Notify = Callable[[int], None]
 NO_SLOTS = torch.empty(0, dtype=torch.int64)

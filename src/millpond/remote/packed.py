@@ -13,7 +13,7 @@ from millpond.core.schema import Schema
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.drawing import Ints
 from millpond.replay.state import CONSUMER_BLOCKS, PRODUCER_BLOCKS
-from millpond.replay.taking import Taken
+from millpond.replay.taken import Taken
 
 Side = Literal["sample", "extend"]
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from millpond.core.errors import BufferClosed, Cancelled, NotReady
-from millpond.core.schema import Tray
 from millpond.replay.engine import Engine
 from millpond.replay.state import CALLS, EMPTIED, EXEMPT_SAMPLES, PREFETCHED, RESERVED, RETURNED
-from millpond.replay.taking import Taken, Taker
+from millpond.replay.taken import Taken, Tray
+from millpond.replay.taking import Taker
 
 Given = list[tuple[list[Taken], int]]  # batches that were counted as delivered, and as how many calls
 
@@ -55,6 +55,11 @@ class Ahead:
         return iter([*(batch for _, batch in aside), *ready])
 
     @property
+    def idle(self) -> bool:
+        """Is nothing here, and nothing to be put right?"""
+        return not (self._ready or self._aside or self._moving)
+
+    @property
     def items(self) -> int:
         """Items in all batches that could be handed out."""
         return _items(self._ready)
@@ -83,7 +88,7 @@ class Ahead:
         Batches of another size are given back. What cannot be given back (it was consumed, or taken from an epoch) is
         cut and joined to fit instead; and whatever is raised, none of it is lost.
         """
-        if not (self.limit or self._ready or self._aside or self._moving):
+        if self.idle and not self.limit:
             return self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare)
         given: Given = []
         try:

@@ -22,7 +22,7 @@ from millpond.core.errors import (
     NotShareable,
     SchemaMismatch,
 )
-from millpond.core.schema import Batch, Schema, Tray
+from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
 from millpond.replay import checkpoint
 from millpond.replay import rules as rulebook
@@ -38,7 +38,8 @@ from millpond.replay.samplers import RandomSampler, SamplerWithoutReplacement
 from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, RESERVED, STORED, WRITES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.summary import stats
-from millpond.replay.taking import Taken, Taker
+from millpond.replay.taken import Taken, Tray
+from millpond.replay.taking import Taker
 from millpond.replay.waiting import check_cancel, check_timeout
 from millpond.replay.writing import Writer
 
@@ -159,6 +160,7 @@ class ReplayBuffer:
         self._ahead = Ahead(self._engine, self._taker, rules.prefetch, self._editor.epoch_over if epochs else None)
         self._schema: Schema | None = None
         self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
+        self._directly = self._plainly and not rules.prefetch
         self._desk = Desk()
         memory = self._engine.memory  # not for the finalizer: it leads back here, so this buffer would live for ever
         self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
@@ -274,6 +276,14 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
+        if self._directly and not return_info and cancel_event is None and self._ahead.idle:
+            picked = self._engine.shortcut.sample(n)
+            if picked is not None:
+                try:
+                    return picked.unpacked(self._schema or self._known_schema())
+                except BaseException:
+                    self._ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
+                    raise
         prepare = self._tray if self._plainly and not return_info else None
         taken = self._ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
         if taken.data is not None:
@@ -285,7 +295,12 @@ class ReplayBuffer:
             raise
 
     def _tray(self, n: int) -> Tray | None:
-        return None if self._schema is None else Tray(self._schema, n)
+        schema = self._schema
+        if schema is None:
+            return None
+        tray = Tray(n, schema.row_nbytes // 8)
+        tray.data = tray.unpacked(schema)
+        return tray
 
     def _dress(self, taken: Taken, return_info: bool) -> Any:
         if self._rules.transform is not None:

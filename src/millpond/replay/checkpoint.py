@@ -28,7 +28,7 @@ from millpond.replay import state as words
 from millpond.replay.engine import Engine
 from millpond.replay.rules import spell
 from millpond.replay.storage import MappedStorage, TensorStorage
-from millpond.replay.taking import Taken
+from millpond.replay.taken import Taken
 
 if TYPE_CHECKING:
     from millpond.replay.buffer import ReplayBuffer

@@ -64,3 +64,72 @@ def _announce(_: Any, array: Any, index: Any) -> Any:
 #: Kernels that visit memory in no order spend their time waiting for it. Each place announced some steps ahead lets the
 #: processor fetch many at once. The index may be any: this cannot fault.
 announce: Callable[[Any, int], None] = cast(Any, intrinsic)(_announce)
+
+
+def _load(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(builder.inttoptr(values[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+def _load_half(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.zext(builder.load(builder.inttoptr(values[0], ir.IntType(32).as_pointer())), ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+def _store(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store(values[1], builder.inttoptr(values[0], ir.IntType(64).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _store_half(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        half = builder.trunc(values[1], ir.IntType(32))
+        builder.store(half, builder.inttoptr(values[0], ir.IntType(32).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _fence(_: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _place(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+#: In a kernel: the 64-bit, or 32-bit, word at an address; and storing one there.
+load: Callable[[int], int] = cast(Any, intrinsic)(_load)
+load_half: Callable[[int], int] = cast(Any, intrinsic)(_load_half)
+store: Callable[[int, int], None] = cast(Any, intrinsic)(_store)
+store_half: Callable[[int, int], None] = cast(Any, intrinsic)(_store_half)
+
+#: In a kernel: what stands before it has been read, or is in memory for all who look, before what stands behind it is;
+#: only a read may overtake an earlier write.
+fence: Callable[[], None] = cast(Any, intrinsic)(_fence)
+
+#: In a kernel: the pointer that `carray` takes, from an address.
+place: Callable[[int], Any] = cast(Any, intrinsic)(_place)
+
+
+def external(name: str, signature: Any) -> Callable[..., int]:
+    """A function of the C library, by its name."""
+    return cast(Callable[..., int], cast(Any, types).ExternalFunction(name, signature))
+
+
+#: In a kernel: ``carray(pointer, shape, dtype)`` is the array that lies there.
+carray: Callable[..., Any] = cast(Any, numba).carray

@@ -141,6 +141,10 @@ class Editor:
             raise InvalidArgument(f"update_priority needs a PrioritizedSampler, this buffer has {engine.sampler!r}")
         slots, numbers = self._named(index_or_sample)
         leaves = priorities.leaves(priority, len(slots))
+        if numbers is not None:
+            done = engine.shortcut.set_leaves(slots, numbers, leaves)
+            if done is not None:
+                return done
         applied = 0
         for a in range(0, len(slots), CHUNK):
             part = slice(a, a + CHUNK)

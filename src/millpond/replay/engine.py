@@ -20,6 +20,7 @@ from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rows import Rows
 from millpond.replay.rules import KNOWN, layers
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.shortcut import NoShortcut, Shortcut, shortcut_for
 from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
     BOUND,
@@ -75,6 +76,7 @@ class Engine:
         self.priorities = find(PrioritizedSampler, sampler)
         self.slots = choose_slots(self.capacity, sampler, deliveries)
         self.rows: Rows | None = None
+        self.shortcut: Shortcut = NoShortcut()
         self.find_rows: Callable[[], bool] = lambda: False  # another process may have bound the schema
         self.recover_rows: Callable[[], None] | None = None
         self.memory = make_memory({**self.slots.memory(), **sampler.memory(self.capacity)}, self._recover)
@@ -136,6 +138,7 @@ class Engine:
     def bind(self, schema: Schema) -> None:
         """The rows are there: the first write may come."""
         self.rows = Rows(self.storage, schema)
+        self.shortcut = shortcut_for(self)
         try:
             state = self.load()
             if not state[BOUND]:
@@ -310,7 +313,7 @@ class Engine:
     def let_go(self, *, storage: bool = True) -> None:
         """Nobody new comes: break the rings of references, so that the memory goes as soon as the last call has
         left. The rows too, unless another engine goes on with this ``storage``."""
-        self.find_rows, self.recover_rows = lambda: False, None
+        self.find_rows, self.recover_rows, self.shortcut = lambda: False, None, NoShortcut()
         self.control.recover = None
         if storage:
             self.storage.close()

@@ -21,7 +21,8 @@ from millpond.replay.engine import Engine
 from millpond.replay.prioritized import real_numbers
 from millpond.replay.rules import check_batch_size, generator
 from millpond.replay.state import CLOSED, CONSUMER, CONSUMER_BLOCKS
-from millpond.replay.taking import Taken, Taker
+from millpond.replay.taken import Taken
+from millpond.replay.taking import Taker
 from millpond.replay.waiting import Wait, check_cancel, check_timeout
 
 _WEIGHT = ("priority_weight",)

@@ -9,26 +9,27 @@ from millpond.replay.compiled import announce, compiled, inlined
 
 Ints = NDArray[np.int64]
 
-AHEAD = 12  # rows: with two to four cache lines each, about what a core can have under way
+#: What this is compiled together with (`tests/replay/test_kernels.py` knows): Numba's cache looks at this file alone.
+SOURCES = "a18e814740f7a3db"
+AHEAD, SOON = 24, 12  # rows: with two to four cache lines each, about what a core can have under way
 LINE = 8  # 64-bit words
 _SIGNATURE = "void(int64[::1], int64[::1], int64[:, ::1])"
 
 
 @inlined
-def _announce_row(words: Ints, at: int, width: int) -> None:
-    for word in range(0, width, LINE):
-        announce(words, at + word)
-    announce(words, at + width - 1)
-
-
-@inlined
-def _copy(words: Ints, slots: Ints, out: Ints) -> None:
+def copy_rows(words: Ints, slots: Ints, out: Ints) -> None:
+    """Row i of ``out`` becomes row ``slots[i]`` of ``words``, unchecked."""
     n, width = out.shape
     for i in range(min(AHEAD, n)):
-        _announce_row(words, slots[i] * width, width)
+        announce(words, slots[i] * width)
     for i in range(n):
         if i + AHEAD < n:
-            _announce_row(words, slots[i + AHEAD] * width, width)
+            announce(words, slots[i + AHEAD] * width)
+        if i + SOON < n:  # the first line brought the page's address near, too
+            at = slots[i + SOON] * width
+            for word in range(LINE, width, LINE):
+                announce(words, at + word)
+            announce(words, at + width - 1)
         at = slots[i] * width
         for word in range(width):
             out[i, word] = words[at + word]
@@ -36,12 +37,11 @@ def _copy(words: Ints, slots: Ints, out: Ints) -> None:
 
 @compiled(_SIGNATURE)
 def gather(words: Ints, slots: Ints, out: Ints) -> None:
-    """Row i of ``out`` becomes row ``slots[i]`` of ``words``. The caller knows that the slots are in range. Keeps the
-    GIL."""
-    _copy(words, slots, out)
+    """`copy_rows`; the caller knows that the slots are in range. Keeps the GIL."""
+    copy_rows(words, slots, out)
 
 
 @compiled(_SIGNATURE, nogil=True)
 def gather_released(words: Ints, slots: Ints, out: Ints) -> None:
     """`gather`, letting go of the GIL: for many rows."""
-    _copy(words, slots, out)
+    copy_rows(words, slots, out)

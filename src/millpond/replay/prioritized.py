@@ -95,11 +95,13 @@ class PrioritizedSampler:
         else:
             slots, leaves = tree.draw(random.uniform(n) * tree.total)
         with np.errstate(divide="ignore"):  # a leaf that became 0 meanwhile: its item left, and the draw is made again
-            weights = (
-                np.ones(n) if self._beta == 0.0 else _power(np.minimum(tree.min_positive / leaves, 1.0), self._beta)
-            )
-        extra: dict[Key, torch.Tensor] = {("priority_weight",): torch.from_numpy(weights.astype(np.float32))}
-        return Draw(slots, items.number(slots), extra)
+            shares = np.minimum(tree.min_positive / leaves, 1.0)
+        return Draw(slots, items.number(slots), self.weights(shares))
+
+    def weights(self, shares: Floats) -> dict[Key, torch.Tensor]:
+        """What a batch carries, given the least leaf divided by each of its items'."""
+        weights = np.ones(len(shares)) if self._beta == 0.0 else _power(shares, self._beta)
+        return {("priority_weight",): torch.from_numpy(weights.astype(np.float32))}
 
     def _draw_distinct(self, n: int, random: Randomness) -> Ints | None:
         """One after the other without putting back: what was drawn already is drawn again."""

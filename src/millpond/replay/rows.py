@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from millpond.core.schema import FEW, Key, Schema
+from millpond.replay import kernels
 from millpond.replay.drawing import Ints
 from millpond.replay.storage import Storage
 from millpond.shm import mapped
@@ -22,21 +22,6 @@ RUNS = 8  # rows up to which moving one after the other is quicker than an index
 CHUNK = 256  # NumPy keeps the GIL for 1-D indexing of up to 500 elements
 VAST = 16 << 20  # bytes of rows from which on they do not fit into the caches, so that a gather waits for memory
 MANY = 1024  # rows from which on a gather lets go of the GIL
-
-Gather = Callable[[Ints, Ints, Ints], None]
-
-
-@cache
-def _gathers() -> tuple[Gather, Gather] | None:
-    """Compiled gathers of 64-bit words, that keep the GIL and that let go of it; None where there is no Numba.
-
-    Loaded by the first sample from rows that are worth it, so writers never pay for it.
-    """
-    try:
-        from millpond.replay import gather_numba
-    except ImportError:
-        return None
-    return gather_numba.gather, gather_numba.gather_released
 
 
 class Rows:
@@ -53,12 +38,12 @@ class Rows:
         rows: torch.Tensor | None = getattr(storage, "rows", None)
         self.raw = rows is not None and rows.device.type == "cpu"
         if self.raw and rows is not None:
-            self._base = rows.data_ptr()
+            self.base = rows.data_ptr()
             self._words = rows.view(torch.int64)
             self._numbers = self._words.numpy()
             self._flat = self._numbers.reshape(-1)
             self._records = rows.numpy().reshape(-1).view(np.dtype(f"V{schema.row_nbytes}"))
-            self._vast = rows.nbytes >= VAST
+            self.vast = rows.nbytes >= VAST
             self._width = schema.row_nbytes // 8
         self.hook: Any = None  # tests stop here in the middle of a row
 
@@ -76,11 +61,14 @@ class Rows:
                 return torch.from_numpy(self._numbers[slots])
             into.numpy()[...] = self._numbers[slots]
             return into
-        gathers = _gathers() if self._vast else None
-        if gathers is None:
+        if not slots.flags.carray:  # reversed, or read-only, as a sampler of the user's may answer
+            slots = slots.copy()
+        compiled = kernels.request() if self.vast else None
+        if compiled is None:
             return torch.index_select(self._words, 0, torch.from_numpy(slots), out=into)
         out = torch.empty((n, self._width), dtype=torch.int64) if into is None else into
-        gathers[n >= MANY](self._flat, slots if slots.flags.carray else slots.copy(), out.numpy())
+        gather = compiled.gather_released if n >= MANY else compiled.gather
+        gather(self._flat, slots, out.numpy())
         return out
 
     def columns(self, slots: Ints, keys: Sequence[Key], *, locked: bool = False) -> list[torch.Tensor]:
@@ -111,9 +99,9 @@ class Rows:
             self.storage.write(slots, rows)
             return
         width, source = self.schema.row_nbytes, rows.data_ptr()
-        self._move(self._base + start * width, source, before * width)
+        self._move(self.base + start * width, source, before * width)
         if before < n:
-            self._move(self._base, source + before * width, (n - before) * width)
+            self._move(self.base, source + before * width, (n - before) * width)
 
     def _move(self, to: int, source: int, nbytes: int) -> None:
         if self.hook is None:
@@ -133,7 +121,7 @@ class Rows:
         if len(slots) <= RUNS:
             width, source = self.schema.row_nbytes, rows.data_ptr()
             for i, slot in enumerate(slots.tolist()):
-                self._move(self._base + slot * width, source + i * width, width)
+                self._move(self.base + slot * width, source + i * width, width)
             return
         records = rows.numpy().reshape(-1).view(self._records.dtype)
         for a in range(0, len(slots), CHUNK):

@@ -87,7 +87,7 @@ class SumTree:
         if not tree.flags.aligned:
             raise InvalidArgument("the memory of a sum tree must be aligned to 8 bytes")
         self._layout = Layout.of(capacity)
-        self._arguments = (tree, self._layout.offsets, self._layout.sizes)
+        self.arguments = (tree, self._layout.offsets, self._layout.sizes)
         self._root = int(self._layout.offsets[-2])
         self._wanted = _wanted(engine)
         self._tree = tree
@@ -130,7 +130,7 @@ class SumTree:
             raise InvalidArgument(f"{slots.size} slots came with {leaves.size} leaves")
         if slots.size == 0:
             return
-        bad = self._engine().update(*self._arguments, slots, leaves, self.largest_leaf)
+        bad = self._engine().update(*self.arguments, slots, leaves, self.largest_leaf)
         if bad >= 0:
             self._check_slot(bad, int(slots[bad]))
             self._check_leaf(float(leaves[bad]))
@@ -140,7 +140,7 @@ class SumTree:
         slots = _vector(slots, np.int64, "slots")
         leaf = self._check_leaf(leaf)
         if slots.size:
-            bad = self._engine().fill_at(*self._arguments, slots, leaf)
+            bad = self._engine().fill_at(*self.arguments, slots, leaf)
             if bad >= 0:
                 self._check_slot(bad, int(slots[bad]))
 
@@ -154,7 +154,7 @@ class SumTree:
         if first_slot < 0 or n < 0 or first_slot + n > self.capacity:
             raise InvalidArgument(f"slots {first_slot} … {first_slot + n - 1} leave the range 0 … {self.capacity - 1}")
         if n:
-            self._engine().fill(*self._arguments, first_slot, n, leaf)
+            self._engine().fill(*self.arguments, first_slot, n, leaf)
 
     def draw(self, mass: Floats) -> tuple[Ints, Floats]:
         """Map each mass to the slot in whose share of the total it lies; never to a leaf of 0, whatever the rounding.
@@ -175,7 +175,7 @@ class SumTree:
         if mass.size:
             if not self._tree[self._root] > 0.0:
                 raise InvalidArgument("nothing can be drawn: every leaf of the sum tree is 0")
-            (self._loaded or self._engine()).draw(*self._arguments, mass, leaves, slots)
+            (self._loaded or self._engine()).draw(*self.arguments, mass, leaves, slots)
         return slots, leaves
 
     def leaf(self, slots: Ints) -> Floats:
@@ -188,7 +188,7 @@ class SumTree:
 
         Leaves that no update can have written (NaN, infinite, negative) become 0.0. Returns how many there were.
         """
-        return int(self._engine().rebuild(*self._arguments, self.largest_leaf))
+        return int(self._engine().rebuild(*self.arguments, self.largest_leaf))
 
     @property
     def leaves(self) -> Floats:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, NotReady
-from millpond.core.schema import Key, Tray
 from millpond.flow.limiter import Block, pressure, sample_block
 from millpond.replay.drawing import Draw, Ints, State, Stream
 from millpond.replay.engine import Engine
@@ -38,22 +37,11 @@ from millpond.replay.state import (
     TAIL,
     TAKES,
 )
+from millpond.replay.taken import Taken, Tray
 from millpond.replay.view import every, repeated
 from millpond.replay.waiting import Wait
 
 TRIES = 4
-
-
-class Taken(NamedTuple):
-    """A batch: packed rows, where they came from, and what the sampler added."""
-
-    rows: torch.Tensor
-    slots: Ints
-    numbers: Ints
-    extra: dict[Key, torch.Tensor]
-    emptied: int
-    data: Any = None  # what `sample` returns, where it was made ready before
-    asked: int = 0  # of a batch drawn ahead: for how many items; the last batch of an epoch may hold fewer
 
 
 class Taker:
@@ -89,6 +77,9 @@ class Taker:
         tries, tray = 0, None
         try:
             while True:
+                picked = None if ahead else engine.shortcut.sample(n, tray)
+                if picked is not None:
+                    return picked.taken()
                 state = engine.control.peek()
                 if state[CLOSED]:
                     engine.refuse_closed(state, "sample", n)
@@ -142,7 +133,7 @@ class Taker:
             return None
         if tray is not None and (draw.extra or len(draw.slots) != n or not stored.raw):
             tray = None
-        rows = stored.read(draw.slots, None if tray is None else tray.words)
+        rows = stored.read(draw.slots, None if tray is None else tray.rows)
         mutex = engine.control.mutex
         try:
             now = engine.load()
@@ -155,8 +146,9 @@ class Taker:
             mutex.unlock()
         if tray is None or taken is None:
             return taken
-        tray.index[:], tray.generation[:] = draw.slots, draw.numbers
-        return taken._replace(data=tray.data)
+        tray.index.numpy()[:], tray.generation.numpy()[:] = draw.slots, draw.numbers
+        tray.emptied = taken.emptied
+        return tray.taken()
 
     def _take_locked(self, n: int, ahead: bool) -> Taken | None:
         """Others were faster several times: draw where nobody can be."""

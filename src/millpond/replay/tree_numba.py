@@ -18,6 +18,8 @@ from millpond.replay.compiled import announce, compiled, inlined
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+#: What this is compiled together with (`tests/replay/test_kernels.py` knows): Numba's cache looks at this file alone.
+SOURCES = "a18e814740f7a3db"
 _TREE = "float64[::1], int64[::1], int64[::1]"
 
 
@@ -77,7 +79,7 @@ def _sum_range(tree: Floats, offsets: Ints, sizes: Ints, level: int, first: int,
 
 
 @inlined
-def _sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
+def sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
     """Recompute every ancestor of `slots`, a level at a time, so that repeated nodes cost time and nothing else."""
     n = slots.size
     for level in range(1, sizes.size):
@@ -105,7 +107,7 @@ def update(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaves: Floats
             return i
     for i in range(n):
         tree[slots[i]] = leaves[i] + 0.0  # -0.0 becomes 0.0
-    _sum_above(tree, offsets, sizes, slots)
+    sum_above(tree, offsets, sizes, slots)
     return -1
 
 
@@ -118,7 +120,7 @@ def fill_at(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaf: float) 
             return i
     for i in range(n):
         tree[slots[i]] = leaf
-    _sum_above(tree, offsets, sizes, slots)
+    sum_above(tree, offsets, sizes, slots)
     return -1
 
 
@@ -131,8 +133,8 @@ def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: flo
         _sum_range(tree, offsets, sizes, level, first >> 3 * level, (first + n - 1) >> 3 * level)
 
 
-@compiled(f"void({_TREE}, float64[::1], float64[::1], int64[::1])")
-def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
+@inlined
+def walk(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
     """Walk all of `mass` down a level at a time, so that their cache misses overlap; `left` becomes the leaves."""
     for i in range(mass.size):
         slots[i] = 0
@@ -170,6 +172,12 @@ def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, s
                 announce(tree, next_below + next_group * slots[i])
             else:
                 left[i] = tree[child + k]
+
+
+@compiled(f"void({_TREE}, float64[::1], float64[::1], int64[::1])")
+def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, slots: Ints) -> None:
+    """The slots in whose shares each `mass` lies; `left` becomes their leaves."""
+    walk(tree, offsets, sizes, mass, left, slots)
 
 
 @compiled(f"int64({_TREE}, float64)")

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 from millpond.core.errors import InvalidArgument, NotShareable
 from millpond.shm import identity
+from millpond.shm.futex import SYS_FUTEX, EventCount, RobustMutex
 from millpond.shm.locks import Event, Kind, Mutex, make_event, make_lock
 from millpond.shm.participants import TABLE_BYTES, Line, Participants, Waiter
 from millpond.shm.record import PrivateMemory
@@ -44,7 +45,7 @@ MAGIC, VERSION = int.from_bytes(b"MILPOND1", "little"), 1
 MAX_EVENTS, MAX_WORDS = 16, 4096
 _MUTEX, _EVENTS, _COMMIT, _INTENT, _TABLE = 128, 256, 1280, 1344, 1408
 _RECORDS = _TABLE + TABLE_BYTES
-_OWN_WORDS = 3  # after the caller's: settled intents, discarded intents, recoveries
+OWN_WORDS = 3  # after the caller's: settled intents, discarded intents, recoveries
 _MASK = 0xFFFFFFFF
 _WHOLE = slice(None)
 ORDERED = platform.machine() in ("x86_64", "AMD64")  # loads stay in order: the state can be read without the lock
@@ -64,7 +65,7 @@ Forget = Callable[[list[int], list[Line]], None]
 
 
 def _record_words(words: int) -> int:
-    return -(-(words + _OWN_WORDS) // 8) * 8
+    return -(-(words + OWN_WORDS) // 8) * 8
 
 
 class ControlBlock:
@@ -105,7 +106,7 @@ class ControlBlock:
         _check_shape(memory, words, events)
         self.words, self.recover = words, recover
         self.hook: Callable[[str], None] | None = None
-        self.SETTLED, self.DISCARDED, self.RECOVERIES = range(words, words + _OWN_WORDS)
+        self.SETTLED, self.DISCARDED, self.RECOVERIES = range(words, words + OWN_WORDS)
         self._view = memoryview(memory)
         self._header = self._view[:64].cast("Q")
         if create:
@@ -121,7 +122,7 @@ class ControlBlock:
         self._commit_at = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory, _COMMIT)))
         self._intent = self._view[_INTENT : _INTENT + 64].cast("Q")
         self.participants = Participants(self._view[_TABLE : _TABLE + TABLE_BYTES].cast("Q"))
-        length, size = 8 * _record_words(words), 8 * (words + _OWN_WORDS)
+        length, size = 8 * _record_words(words), 8 * (words + OWN_WORDS)
         self._records = [self._view[at : at + size].cast("Q") for at in (_RECORDS, _RECORDS + length)]
         self._private = isinstance(memory, PrivateMemory)
         if create:
@@ -221,6 +222,11 @@ class ControlBlock:
             if word[0] == now:
                 return state
 
+    def glance(self) -> memoryview:
+        """The record in force, not copied: soon it may be another, and this one be written. Only to decide whether a
+        closer look is worth it."""
+        return self._records[self._commit_word[0] & 1]
+
     def _peek_locked(self) -> list[int]:
         try:
             return self.load(self.mutex.lock())
@@ -263,6 +269,26 @@ class ControlBlock:
             return lines
         finally:
             self.mutex.unlock()
+
+    def addresses(self) -> tuple[dict[str, int], object]:
+        """Of the parts of a block with robust locks, for compiled code that does what this class does; and what must
+        be held as long as they are used."""
+        assert isinstance(self.mutex, RobustMutex)
+        items, space = self.events
+        assert isinstance(items, EventCount)
+        assert isinstance(space, EventCount)
+        found = {
+            "MUTEX": self.mutex.pthread_mutex,
+            "DEBT": self.mutex.debt,
+            "ITEMS_EVENT": items.address,
+            "SPACE_EVENT": space.address,
+            "COMMIT": _address(self._commit_word),
+            "INTENT": _address(self._intent),
+            "RECORD_0": _address(self._records[0]),
+            "RECORD_1": _address(self._records[1]),
+            "FUTEX": SYS_FUTEX or 0,
+        }
+        return found, (self._view.obj, self.mutex, items, space)
 
     def notify_all(self) -> None:
         """Wake everybody who waits for anything, to look again. With or without the mutex."""
@@ -328,6 +354,10 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)  # after those of identity, futex and fallback, which are imported above
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B")))
 
 
 def _check_shape(memory: mmap.mmap, words: int, events: int) -> None:

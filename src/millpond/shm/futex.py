@@ -39,7 +39,7 @@ __all__ = ["EventCount", "RobustMutex", "abi", "supported"]
 
 SPIN = 20  # tries before sleeping; most holders are gone within 10 µs, a sleep costs 30
 LOCK_SLICE, WAIT_SLICE = 0.1, 0.5  # seconds; see rule 3
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
 _WAKE_OP, _WAIT_BITSET, _ADD_1 = 5, 9, 1 << 28 | 1 << 12  # shared futexes: the kernel's key is (inode, offset)
 _MASK, _ALL = 0xFFFFFFFF, 0x7FFFFFFF
 _TID = 0x3FFFFFFF  # the bits of the lock word that hold the thread id, as the kernel and glibc define them
@@ -56,7 +56,7 @@ def _until(moment: float) -> Any:
 @functools.cache
 def supported() -> bool:
     """Are there robust process-shared mutexes and futexes here? 64-bit Linux with glibc 2.30 or later."""
-    if sys.platform != "linux" or sys.maxsize < 2**32 or _SYS_FUTEX is None or not libc().startswith("glibc"):
+    if sys.platform != "linux" or sys.maxsize < 2**32 or SYS_FUTEX is None or not libc().startswith("glibc"):
         return False
     return hasattr(ctypes.CDLL(None), "pthread_mutex_clocklock")
 
@@ -94,7 +94,7 @@ class RobustMutex(SharedRecord):
         self._quick, self._slow = _functions()
         super().__init__(memory, offset, create=create)
         self.sticky = False
-        self._mutex = ctypes.c_void_p(self.address + 64)
+        self._mutex = ctypes.c_void_p(self.pthread_mutex)
         self._try = functools.partial(self._quick.pthread_mutex_trylock, self._mutex)
         self._consistent = functools.partial(self._quick.pthread_mutex_consistent, self._mutex)
         self.unlock: Callable[[], int] = functools.partial(self._quick.pthread_mutex_unlock, self._mutex)
@@ -156,6 +156,16 @@ class RobustMutex(SharedRecord):
     def forgive(self) -> None:
         """While holding it: what the dead holder left is mended."""
         self._words[self._DEBT] = 0
+
+    @property
+    def pthread_mutex(self) -> int:
+        """Address of the ``pthread_mutex_t``."""
+        return self.address + 64
+
+    @property
+    def debt(self) -> int:
+        """Address of the 32-bit word that is not 0 where a holder died and nobody has made up for it."""
+        return self.address + 4 * self._DEBT
 
     @property
     def holder(self) -> int:
@@ -223,7 +233,7 @@ class EventCount(SharedRecord):
             if now >= deadline:
                 return False
             end = _until(min(deadline, now + WAIT_SLICE))
-            self._slow.syscall(_SYS_FUTEX, self._at, _WAIT_BITSET, ticket, end, None, _MASK)
+            self._slow.syscall(SYS_FUTEX, self._at, _WAIT_BITSET, ticket, end, None, _MASK)
         return True
 
     def publish(self, commit: memoryview, commit_at: ctypes.c_void_p) -> None:
@@ -250,5 +260,5 @@ class EventCount(SharedRecord):
         self._wake_op(self._at)
 
     def _wake_op(self, increment_at: ctypes.c_void_p) -> None:
-        if self._quick.syscall(_SYS_FUTEX, self._at, _WAKE_OP, _ALL, None, increment_at, _ADD_1) < 0:
+        if self._quick.syscall(SYS_FUTEX, self._at, _WAKE_OP, _ALL, None, increment_at, _ADD_1) < 0:
             raise OSError(ctypes.get_errno(), "FUTEX_WAKE_OP")

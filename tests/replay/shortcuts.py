@@ -60,8 +60,8 @@ class Counted:
 
 def install(rb: Any, kernels: Any) -> Counted:
     """Give a buffer with a schema its shortcut at once."""
-    counted = Counted(rb._engine, kernels)
-    rb._engine.shortcut = counted
+    counted = Counted(rb._works.engine, kernels)
+    rb._works.engine.shortcut = counted
     return counted
 
 
@@ -99,16 +99,16 @@ def numbers(batch: Any) -> list[int]:
 
 
 def tree_bytes(rb: Any) -> bytes:
-    priorities = rb._engine.priorities
+    priorities = rb._works.engine.priorities
     return b"" if priorities is None else priorities.tree.arguments[0].tobytes()
 
 
 def tree_is_sound(rb: ReplayBuffer) -> bool:
     """Are the inner nodes what the leaves make them?"""
     before = tree_bytes(rb)
-    if rb._engine.priorities is None:
+    if rb._works.engine.priorities is None:
         return True
-    rb._engine.priorities.tree.rebuild()
+    rb._works.engine.priorities.tree.rebuild()
     return tree_bytes(rb) == before
 
 
@@ -130,7 +130,7 @@ def made(kind: str = "uniform", n: int = 10, **options: Any) -> ReplayBuffer:
 
 def seen(rb: ReplayBuffer) -> list[Any]:
     """All that another process could see of a buffer, but for the lock."""
-    engine = rb._engine
+    engine = rb._works.engine
     assert engine.rows is not None
     control, lines = engine.control, engine._receipts.tolist()
     return [control.peek(), list(control._intent[:4]), lines, tree_bytes(rb), engine.rows._words.tolist()]
@@ -146,7 +146,7 @@ def altered(found: torch.Tensor) -> torch.Tensor:
 
 def amend(rb: ReplayBuffer, word: int, value: int) -> None:
     """One word of the state, and nothing else."""
-    control = rb._engine.control
+    control = rb._works.engine.control
     try:
         control.mutex.lock()
         control.amend(word, value)

@@ -105,8 +105,8 @@ def give_shortcut(rb: ReplayBuffer, kernels: Any, head: Any) -> None:
         return short
 
     engine_module.shortcut_for = counted
-    if rb._engine.rows is not None:
-        rb._engine.shortcut = counted(rb._engine)
+    if rb._works.engine.rows is not None:
+        rb._works.engine.shortcut = counted(rb._works.engine)
 
 
 class Told(collections.Counter[str]):
@@ -155,8 +155,8 @@ def worker(
     batch = 0
     try:
         while True:
-            if stops and rb._engine.rows is not None and rb._engine.rows.hook is None:
-                rb._engine.control.hook = rb._engine.rows.hook = hook
+            if stops and rb._works.engine.rows is not None and rb._works.engine.rows.hook is None:
+                rb._works.engine.control.hook = rb._works.engine.rows.hook = hook
             phase = int(time.monotonic() / 0.15) % 2  # writers ahead, then samplers ahead
             if (phase == 0) == (kind == "w"):
                 time.sleep(0.002)
@@ -173,14 +173,14 @@ def worker(
                 spent = time.monotonic() - began
                 a = sample["data"].numpy()
                 head[TORN] += torn(a)
-                if rb._engine.deliveries:
+                if rb._works.engine.deliveries:
                     k = int(head[LOGGED])
                     ledger.log[k : k + len(a)] = (a[:, 0] << 40) | (a[:, 1] << 12) | a[:, 2]
                     head[LOGGED] = k + len(a)
             head[FINISHED] += n if kind == "w" else len(a)
             head[PENDING] = 0
             head[CALLS] += 1
-            if kind == "r" and not rb._engine.deliveries and rb._engine.priorities is not None:
+            if kind == "r" and not rb._works.engine.deliveries and rb._works.engine.priorities is not None:
                 rb.update_priority(sample, torch.rand(len(a)))
             head[WORST_US] = max(int(head[WORST_US]), int(spent * 1e6))
     except BufferClosed:
@@ -232,13 +232,13 @@ class Run:
         if not all(int(one["ledger"].head[CALLS]) for one in self.survivors):
             self._last = (last, now)  # still starting
             return
-        commit = int(self.rb._engine.control._commit_word[0])
+        commit = int(self.rb._works.engine.control._commit_word[0])
         if commit != last or unseen:
             self.max_gap = max(self.max_gap, now - at) if last >= 0 and not unseen else self.max_gap
             self._last = (commit, now)
         elif now - at > 10:
             raise SystemExit(
-                f"HANG: holder {self.rb._engine.control.mutex.holder}, {self.rb._engine.control.waiting()}"
+                f"HANG: holder {self.rb._works.engine.control.mutex.holder}, {self.rb._works.engine.control.waiting()}"
             )
 
     def kill_one(self) -> None:
@@ -251,7 +251,7 @@ class Run:
             time.sleep(0.002)
             self.progress()
         until = time.monotonic() + self.rnd.random() * (0.5 if suicide else 0.15)
-        control = self.rb._engine.control
+        control = self.rb._works.engine.control
         while time.monotonic() < until and process.is_alive():
             self.progress()
             if not suicide and policy == "holder" and control.mutex.holder == process.pid:
@@ -285,7 +285,7 @@ class Run:
         rb, everyone = self.rb, self.everyone
         alive = {one["process"].pid for one in everyone if not one["killed"]}
         rb.stats()  # clears the lines of the dead
-        if any(w.pid not in alive for w in rb._engine.control.waiting()):
+        if any(w.pid not in alive for w in rb._works.engine.control.waiting()):
             self.problems.append("a dead waiter is listed")
         stats, rest = self._drain()
         for one in everyone:
@@ -295,7 +295,7 @@ class Run:
                     one["killed"] = True
                 elif one["process"].exitcode != 0:
                     self.problems.append(f"{one['kind']} ended with {one['process'].exitcode}")
-        stats["write_count"] = self.rb._engine.control.peek()[4]
+        stats["write_count"] = self.rb._works.engine.control.peek()[4]
         self._check(stats, rest)
         idle = [one["kind"] for one in self.survivors if not one["ledger"].head[SHORT]]
         if self.short and [kind for kind in idle if (kind, self.mode) != ("w", "prioritized")]:
@@ -324,7 +324,7 @@ class Run:
 
     def _drain(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
         """Close for everybody, then look at what is left."""
-        engine = self.rb._engine
+        engine = self.rb._works.engine
         assert self.rb.schema is not None  # and maps the rows, if this process never looked at them before
         engine.close(everybody=True)
         for one in self.everyone:
@@ -379,7 +379,7 @@ class Run:
             self.problems.append(f"{missing} deliveries are missing, at most {pending} died with their consumers")
 
     def _check_tree(self) -> None:
-        engine = self.rb._engine
+        engine = self.rb._works.engine
         if engine.priorities is None:
             return
         tree, state = engine.priorities.tree, engine.control.peek()

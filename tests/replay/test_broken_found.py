@@ -173,7 +173,7 @@ def test_threads_share_what_is_drawn_ahead(how: dict[str, Any]) -> None:
     finally:
         sys.setswitchinterval(before)
     assert not failed
-    while len(rb) or rb._ahead:
+    while len(rb) or rb._works.ahead:
         got += rb.sample(1)["x"].tolist()
     assert sorted(got) == list(range(3000))
     stats = rb.stats()
@@ -289,7 +289,7 @@ class Interrupt(Exception):
 def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, rows: int) -> None:
     with ReplayBuffer(100, shared=shared, batch_size=8) as rb:
         rb.extend({"a": torch.zeros(100, 40), "b": torch.zeros(100, 40)})
-        stored = rb._engine.rows
+        stored = rb._works.engine.rows
         assert stored is not None
 
         def interrupt(step: str) -> None:
@@ -301,7 +301,7 @@ def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, row
         with pytest.raises(Interrupt):
             rb.update(torch.arange(rows), {"a": ones, "b": ones})
         found = rb.sample(50)
-        assert rb._engine.control.peek()[REWRITES] % 2 == 0
+        assert rb._works.engine.control.peek()[REWRITES] % 2 == 0
         assert torch.equal(found["a"], found["b"])
         done = min(rows, 64)
         assert rb[:]["a"][:, 0].tolist() == [1.0] * done + [0.0] * (100 - done)
@@ -310,7 +310,7 @@ def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, row
 def test_an_interrupted_wait_keeps_no_other_waiting() -> None:
     """Of threads that are woken one goes after the other: whoever is interrupted while it goes must let the next."""
     rb = BlockingReplayBuffer(4, batch_size=4)
-    turnstile = rb._engine.memory.turnstile
+    turnstile = rb._works.engine.memory.turnstile
 
     class Interrupting:
         def __getattr__(self, name: str) -> Any:
@@ -320,10 +320,10 @@ def test_an_interrupted_wait_keeps_no_other_waiting() -> None:
             turnstile.acquire(timeout=timeout)
             raise Interrupt
 
-    rb._engine.memory.turnstile = Interrupting()
+    rb._works.engine.memory.turnstile = Interrupting()
     with pytest.raises(Interrupt):
         rb.sample(wait=True, timeout=1)
-    rb._engine.memory.turnstile = turnstile
+    rb._works.engine.memory.turnstile = turnstile
     free: list[bool] = []
     thread = threading.Thread(target=lambda: free.append(turnstile.acquire(blocking=False)))
     thread.start()
@@ -466,7 +466,7 @@ def test_a_buffer_that_nobody_closed_goes_with_its_memory(shared: bool) -> None:
     rb = ReplayBuffer(10, shared=shared, batch_size=2, prefetch=1, sampler=PrioritizedSampler())
     rb.extend(numbers(10))
     rb.sample()
-    gone, path = weakref.ref(rb), rb._engine.memory.path
+    gone, path = weakref.ref(rb), rb._works.engine.memory.path
     del rb
     gc.collect()
     assert gone() is None

@@ -35,9 +35,9 @@ def numbers(first: int, n: int) -> dict[str, torch.Tensor]:
 
 def agree(rb: ReplayBuffer) -> None:
     """What everybody sees to be reserved is what this process keeps."""
-    stats, kept = rb.stats(), list(rb._ahead)
+    stats, kept = rb.stats(), list(rb._works.ahead)
     assert (stats["reserved"], stats["prefetched"]) == (sum(len(b.slots) for b in kept), len(kept))
-    assert rb._engine.control.participants.all_reserved() == (stats["reserved"], stats["prefetched"])
+    assert rb._works.engine.control.participants.all_reserved() == (stats["reserved"], stats["prefetched"])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -98,7 +98,7 @@ def test_interrupted_while_batches_are_handed_out_no_item_is_lost(kind: str, siz
                 returned += rb.sample(7)["number"].tolist()
             assert sorted(returned[:1000]) == list(range(1000))
         else:
-            kept = [number for batch in rb._ahead for number in batch.numbers.tolist()]
+            kept = [number for batch in rb._works.ahead for number in batch.numbers.tolist()]
             assert sorted([*returned, *kept, *rb[:]["number"].tolist()]) == list(range(written))
 
 
@@ -161,7 +161,7 @@ def test_a_batch_that_did_not_reach_its_caller_is_not_lost(
         assert torch.equal(again["index"], expected["index"] + 1)
         seen = again["number"].tolist()
         if kind == "queue":
-            while len(rb) or len(rb._ahead):
+            while len(rb) or len(rb._works.ahead):
                 seen += rb.sample(3)["number"].tolist()
             assert sorted(seen) == list(range(1005, 1060))
 
@@ -217,7 +217,7 @@ def drained(members: list[ReplayBuffer]) -> list[int]:
         while member.can_sample(1):
             rest += member.sample(1)["number"].tolist()
         agree(member)
-        assert (len(member), len(member._ahead)) == (0, 0)
+        assert (len(member), len(member._works.ahead)) == (0, 0)
     return rest
 
 

@@ -67,7 +67,7 @@ def filled(**options: Any) -> ReplayBuffer:
 
 
 def kind(rb: ReplayBuffer) -> str:
-    return type(rb._engine.shortcut).__name__
+    return type(rb._works.engine.shortcut).__name__
 
 
 def loading() -> int:
@@ -323,7 +323,7 @@ def test_where_numba_compiles_nothing_all_goes_on() -> None:
     ended = run(
         "for _ in range(5): rb.sample(4); kernels.wait()\n"
         "rb.extend({'x': torch.arange(4)})\n"
-        "print(type(rb._engine.shortcut).__name__, rb.stats()['sample_calls'])\n",
+        "print(type(rb._works.engine.shortcut).__name__, rb.stats()['sample_calls'])\n",
         NUMBA_DISABLE_JIT="1",
     )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -101,7 +101,7 @@ class Twins:
 
     def reinstall(self) -> None:
         """An engine's shortcut begins anew with the engine."""
-        assert isinstance(self.both[1]._engine.shortcut, LaterShortcut)
+        assert isinstance(self.both[1]._works.engine.shortcut, LaterShortcut)
         self.counted = install(self.both[1], self.kernels)
 
     def close(self) -> None:
@@ -111,18 +111,20 @@ class Twins:
             rb.close()
 
     def step(self, name: str, a: int, b: int) -> None:
-        before = self.both[1]._engine.control.peek()
+        before = self.both[1]._works.engine.control.peek()
         counted, had = self.counted, self.counted.done.copy()
         answers = [self.answer(side, name, a, b) for side in (0, 1)]
         if name in ("extend", "add"):
             self.written += CAPACITY  # no two writes have a row in common
         agree(*answers)
         ordinary, short = self.both
-        assert short._engine.control.peek() == ordinary._engine.control.peek()
+        assert short._works.engine.control.peek() == ordinary._works.engine.control.peek()
         assert events(short) == events(ordinary)
         assert tree_bytes(short) == tree_bytes(ordinary)
-        assert torch.equal(short._engine.random.torch.get_state(), ordinary._engine.random.torch.get_state())
-        assert not short._engine.control.mutex.held()
+        assert torch.equal(
+            short._works.engine.random.torch.get_state(), ordinary._works.engine.random.torch.get_state()
+        )
+        assert not short._works.engine.control.mutex.held()
         self.steps += 1
         if self.steps % 5 == 0:
             self.look()
@@ -130,7 +132,7 @@ class Twins:
         self.done += done
         if usual(short, name, a, before, answers[1]):
             assert sum(done.values()) == 1, (name, a, b)
-        if counted is self.counted and short._engine.shortcut is not counted:
+        if counted is self.counted and short._works.engine.shortcut is not counted:
             self.reinstall()
 
     def look(self) -> None:
@@ -154,7 +156,7 @@ class Twins:
     def do_extend(self, side: int, rb: ReplayBuffer, n: int, how: int) -> Any:
         receipt = None if how < 4 else (how % 3, self.written + 1 if how < 7 else 2**63 + self.written)
         rows = self.rows(n)
-        priority = None if rb._engine.priorities is None or how % 2 else torch.arange(n) % 3
+        priority = None if rb._works.engine.priorities is None or how % 2 else torch.arange(n) % 3
         return rb.extend(rows, timeout=self.patience(rb, how), receipt=receipt, priority=priority)
 
     def do_add(self, side: int, rb: ReplayBuffer, _: int, how: int) -> int:
@@ -232,7 +234,7 @@ class Twins:
 
 def events(rb: ReplayBuffer) -> list[list[int]]:
     """What was published so far, and whether somebody is thought to wait for more."""
-    return [event._words[4:6].tolist() for event in rb._engine.control.events]
+    return [event._words[4:6].tolist() for event in rb._works.engine.control.events]
 
 
 def seeded(n: int) -> torch.Generator:
@@ -262,14 +264,14 @@ def agree(one: Any, other: Any) -> None:
 def usual(rb: ReplayBuffer, name: str, n: int, before: list[int], answer: Any) -> bool:
     """Must the shortcut have done this? Where it could not, or did nothing, nobody knows here."""
     flow = rb.flow
-    if rb._engine.unlimited or isinstance(answer, Exception):
+    if rb._works.engine.unlimited or isinstance(answer, Exception):
         return False
     if name in ("extend", "add"):
         size = n if name == "extend" else 1
         dropped = len(answer) == 0 if name == "extend" else answer == -1
         known = flow.samples_per_insert is None or before[LAST_INSERT] == size
-        huge = rb._engine.control.peek()[NAMES.index("receipt_number")] >= 2**63
-        return rb._engine.priorities is None and not dropped and known and not huge
+        huge = rb._works.engine.control.peek()[NAMES.index("receipt_number")] >= 2**63
+        return rb._works.engine.priorities is None and not dropped and known and not huge
     if name == "sample":
         known = flow.samples_per_insert is None or before[LAST_SAMPLE] == n
         return known and not isinstance(rb.sampler, SamplerWithoutReplacement)

@@ -101,7 +101,7 @@ def made(name: str) -> ReplayBuffer:
 
 def committed(rb: ReplayBuffer) -> list[int]:
     """The state, with what tells whether something was settled, and without how often something was mended."""
-    control = rb._engine.control
+    control = rb._works.engine.control
     state: list[int] = control.peek()
     return state[: control.SETTLED + 1]
 
@@ -141,7 +141,9 @@ def test_killed_anywhere(monkeypatch: pytest.MonkeyPatch, name: str, waits: bool
             short = install(rb, slow_kernels)
             assert committed(rb) == states[0]
             for word in (1, 2, 3):
-                rb._engine.control._intent[word] = 0  # what an earlier change left there must not be taken for this one
+                rb._works.engine.control._intent[word] = (
+                    0  # what an earlier change left there must not be taken for this one
+                )
             waiter = Waiter(rb, event) if waits else None
 
             def child(rb: ReplayBuffer = rb, at: int = at, short: Any = short) -> None:
@@ -154,7 +156,7 @@ def test_killed_anywhere(monkeypatch: pytest.MonkeyPatch, name: str, waits: bool
             status = forked(child)
             assert status == 0 or was_killed(status)
             if status == 0 and waits:
-                assert rb._engine.control.events[event]._words[futex.EventCount.AWAITED] == 0
+                assert rb._works.engine.control.events[event]._words[futex.EventCount.AWAITED] == 0
             found[look(rb, name, states, trees, waiter, at)] += 1
         if status == 0:
             break
@@ -168,7 +170,7 @@ class Waiter:
     """A thread that sleeps until an event is told."""
 
     def __init__(self, rb: ReplayBuffer, event: int) -> None:
-        control = rb._engine.control
+        control = rb._works.engine.control
         chosen = control.events[event]
         try:
             control.mutex.lock()
@@ -183,7 +185,7 @@ class Waiter:
 
 def look(rb: ReplayBuffer, name: str, states: list[list[int]], trees: Any, waiter: Waiter | None, at: int) -> str:
     """What is left behind, and that it is sound. Which of the states it is."""
-    control, engine = rb._engine.control, rb._engine
+    control, engine = rb._works.engine.control, rb._works.engine
     left = committed(rb)
     assert left in states
     place = max(i for i in range(3) if left == states[i])  # without eviction the middle is the beginning
@@ -230,11 +232,11 @@ def look(rb: ReplayBuffer, name: str, states: list[list[int]], trees: Any, waite
 
 def check_leaves(rb: ReplayBuffer, trees: Any, where: str, begun: bool) -> None:
     """Half-way some leaves are new already, or, of an item named twice, what it was given first."""
-    if not begun or rb._engine.priorities is None:
+    if not begun or rb._works.engine.priorities is None:
         assert tree_bytes(rb) == trees[where == "after"]
         return
     old, new, now = (np.frombuffer(tree)[:CAPACITY] for tree in (*trees, tree_bytes(rb)))
-    first = rb._engine.priorities.leaves(1.0, 1)[0]
+    first = rb._works.engine.priorities.leaves(1.0, 1)[0]
     assert all(now[i] in (old[i], new[i], first) for i in range(CAPACITY))
 
 

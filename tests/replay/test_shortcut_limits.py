@@ -61,10 +61,10 @@ def refuses(rb: ReplayBuffer, short: Counted) -> None:
     for _ in range(2):  # the first may find, and note, that a holder died
         assert short.sample(2) is None
         assert short.set_leaves(np.array([1, 2]), np.array([1, 2]), np.array([3.0, 4.0])) is None
-        if rb._engine.priorities is None:
+        if rb._works.engine.priorities is None:
             assert short.put(packed, (1, 5)) is None
         assert seen(rb) == before
-        assert not rb._engine.control.mutex.held()
+        assert not rb._works.engine.control.mutex.held()
     assert not short.done
 
 
@@ -86,7 +86,7 @@ def died(rb: ReplayBuffer, action: Callable[[Any], None]) -> None:
     """Somebody took the lock, did something, and was killed."""
 
     def child() -> None:
-        action(rb._engine)
+        action(rb._works.engine)
         die()
 
     assert was_killed(forked(child))
@@ -105,11 +105,11 @@ def test_where_a_holder_died(way: Any, how: str, kind: str) -> None:
         short = install(rb, way)
         died(rb, half_written if "half" in how else lambda engine: engine.load())
         if "seen" in how:
-            rb._engine.control.mutex.lock()
-            rb._engine.control.mutex.unlock()
+            rb._works.engine.control.mutex.lock()
+            rb._works.engine.control.mutex.unlock()
         refuses(rb, short)
-        assert rb._engine.control.mutex.lock()  # the news is kept
-        rb._engine.control.mutex.unlock()
+        assert rb._works.engine.control.mutex.lock()  # the news is kept
+        rb._works.engine.control.mutex.unlock()
         rb.stats()  # mends it
         assert short.sample(2) is not None  # and what was noted then is copied on
         goes_on(rb, short)
@@ -122,9 +122,9 @@ def test_where_a_change_was_left_by_an_exception(way: Any, kind: str) -> None:
     with made(kind) as rb:
         short = install(rb, way)
         try:
-            half_written(rb._engine)
+            half_written(rb._works.engine)
         finally:
-            rb._engine.control.mutex.unlock()
+            rb._works.engine.control.mutex.unlock()
         refuses(rb, short)
         goes_on(rb, short)
         assert rb.stats()["discarded_writes"] == 1
@@ -140,10 +140,10 @@ def test_where_rows_were_being_rewritten(way: Any, kind: str, monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(editing.Journal, "apply", lambda *_: die())
             assert was_killed(forked(lambda: rb.update(batch, changed)))
-        assert rb._engine.control.peek()[words.REWRITES] == 1
+        assert rb._works.engine.control.peek()[words.REWRITES] == 1
         refuses(rb, short)
         rb.stats()
-        assert rb._engine.control.peek()[words.REWRITES] == 2
+        assert rb._works.engine.control.peek()[words.REWRITES] == 2
         goes_on(rb, short)
         amend(rb, words.REWRITES, 3)
         short.done.clear()
@@ -163,7 +163,7 @@ def test_where_a_redo_log_is_to_be_applied(way: Any, kind: str) -> None:
 def test_where_the_buffer_is_closed(way: Any, kind: str) -> None:
     with made(kind) as rb:
         short = install(rb, way)
-        rb._engine.close(everybody=True)
+        rb._works.engine.close(everybody=True)
         refuses(rb, short)
         with pytest.raises(BufferClosed):
             rb.sample(2)
@@ -179,11 +179,11 @@ def test_where_the_lock_is_taken(way: Any, kind: str) -> None:
 
         def hold() -> None:
             try:
-                rb._engine.load()
+                rb._works.engine.load()
                 held.set()
                 assert let_go.wait(20)
             finally:
-                rb._engine.control.mutex.unlock()
+                rb._works.engine.control.mutex.unlock()
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -249,7 +249,7 @@ def built(options: dict[str, Any]) -> ReplayBuffer:
 def test_there_is_none_where_there_is(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from_the_start(monkeypatch, slow_kernels)
     with built(dict(NONE[what])) as rb:
-        assert isinstance(rb._engine.shortcut, NoShortcut)
+        assert isinstance(rb._works.engine.shortcut, NoShortcut)
         rb.extend(rows(0, 4))
         with contextlib.suppress(NotReady):
             assert whole(rb.sample(2))
@@ -258,14 +258,14 @@ def test_there_is_none_where_there_is(what: str, monkeypatch: pytest.MonkeyPatch
 def test_there_is_none_with_fallback_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLPOND_LOCK", "fallback")
     with made() as rb:
-        assert isinstance(rb._engine.shortcut, NoShortcut)
+        assert isinstance(rb._works.engine.shortcut, NoShortcut)
         assert whole(rb.sample(2))
 
 
 def test_there_is_none_where_loads_are_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortcut, "ORDERED", False)
     with made() as rb:
-        assert isinstance(rb._engine.shortcut, NoShortcut)
+        assert isinstance(rb._works.engine.shortcut, NoShortcut)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_there_is_none_where_loads_are_not_in_order(monkeypatch: pytest.MonkeyPa
 )
 def test_up_to_there_it_is_one(way: Any, flow: Flow) -> None:
     with made(n=0, flow=flow) as rb:
-        assert isinstance(rb._engine.shortcut, LaterShortcut)
+        assert isinstance(rb._works.engine.shortcut, LaterShortcut)
         short = install(rb, way)
         rb.extend(rows(0, 4))
         rb.extend(rows(4, 4))
@@ -405,7 +405,7 @@ def test_inside_unlimited_nothing_counts_for_the_ratio(way: Any) -> None:
         short = install(rb, way)
         with rb.unlimited():
             assert rb.sample(2).shape == (2,)  # the ratio would allow it
-            assert rb._engine.control.peek()[words.EXEMPT_SAMPLES] == 2
+            assert rb._works.engine.control.peek()[words.EXEMPT_SAMPLES] == 2
             assert rb.sample(200).shape == (200,)
             rb.extend(rows(10, 2))
         assert not short.done
@@ -469,13 +469,13 @@ def test_what_tests_stop_at_is_passed(way: Any) -> None:
         short, other = install(rb, way), install(plain, way)
         steps: list[str] = []
         for buffer in (rb, plain):
-            buffer._engine.control.hook = steps.append
+            buffer._works.engine.control.hook = steps.append
         batch = rb.sample(2)
         rb.update_priority(batch, 1.0)
         plain.extend(rows(10, 2))
-        plain._engine.control.hook = None
-        assert isinstance(plain._engine.rows, Rows)
-        plain._engine.rows.hook = steps.append
+        plain._works.engine.control.hook = None
+        assert isinstance(plain._works.engine.rows, Rows)
+        plain._works.engine.rows.hook = steps.append
         plain.extend(rows(12, 2))
         assert not short.done
         assert not other.done
@@ -487,8 +487,8 @@ def test_the_first_sample_of_many_rows_begins_to_load(monkeypatch: pytest.Monkey
     asked: list[int] = []
     monkeypatch.setattr(kernels, "request", lambda: asked.append(1))
     with made() as rb, built({"storage": TensorStorage(1 << 19)}) as vast:
-        assert vast._engine.rows is not None
-        assert vast._engine.rows.vast
+        assert vast._works.engine.rows is not None
+        assert vast._works.engine.rows.vast
         vast.extend(rows(0, 30))
         rb.sample(2)
         assert not asked
@@ -552,7 +552,7 @@ def test_it_counts_as_the_limiter_does() -> None:
 def planned() -> Any:
     """A plan, to be changed."""
     with made() as rb:
-        return CompiledShortcut(rb._engine, slow_kernels)._plan
+        return CompiledShortcut(rb._works.engine, slow_kernels)._plan
 
 
 def test_a_leaf_of_minus_zero_is_zero(way: Any) -> None:

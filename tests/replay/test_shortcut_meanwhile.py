@@ -99,7 +99,7 @@ def test_what_others_do_between_the_gathering_and_the_lock(
     """ring-9: no batch holds a row that is not its item's, and each is counted once."""
     with made(kind) as rb:
         meanwhile = Meanwhile(monkeypatch, lambda: ACTS[what](rb), before="lock")
-        engine = rb._engine
+        engine = rb._works.engine
         engine.shortcut, short = NoShortcut(), Counted(engine, meanwhile)
         before = rb.stats()
         tray = short.sample(3)
@@ -112,7 +112,7 @@ def test_what_others_do_between_the_gathering_and_the_lock(
 
 
 def check(rb: ReplayBuffer, kind: str, what: str, batch: Any, before: dict[str, Any], emptied: int) -> None:
-    state, found = rb._engine.control.peek(), batch["generation"].tolist()
+    state, found = rb._works.engine.control.peek(), batch["generation"].tolist()
     assert whole(batch)
     assert numbers(batch) == found
     assert batch["index"].tolist() == [number % CAPACITY for number in found]
@@ -138,7 +138,7 @@ def test_what_others_do_between_the_drawing_and_the_look(monkeypatch: pytest.Mon
     """The positions were drawn for so many items: for another number of them they would not be uniform."""
     with made(kind) as rb:
         meanwhile = Meanwhile(monkeypatch, lambda: ACTS[what](rb), before="kernel")
-        engine = rb._engine
+        engine = rb._works.engine
         engine.shortcut, short = NoShortcut(), Counted(engine, meanwhile)
         before, live = rb.stats(), len(rb)
         tray = short.sample(3)
@@ -154,25 +154,25 @@ def test_the_ratio_is_asked_again_under_the_lock(monkeypatch: pytest.MonkeyPatch
     with made(kind, flow=Flow(samples_per_insert=0.75)) as rb:
         rb.sample(3)
         meanwhile = Meanwhile(monkeypatch, lambda: rb.sample(3), before="lock")
-        short, rb._engine.shortcut = Counted(rb._engine, meanwhile), NoShortcut()
+        short, rb._works.engine.shortcut = Counted(rb._works.engine, meanwhile), NoShortcut()
         assert short.sample(3) is None
         assert rb.stats()["samples_returned"] == 6
         with pytest.raises(NotReady):
             rb.sample(3)
-        assert not rb._engine.control.mutex.holder
+        assert not rb._works.engine.control.mutex.holder
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_the_closed_and_the_spent_are_seen_under_the_lock(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """What changed nothing of the items, but everything else."""
-    for act in (lambda rb: amend(rb, words.RESERVED, 8), lambda rb: rb._engine.close(everybody=True)):
+    for act in (lambda rb: amend(rb, words.RESERVED, 8), lambda rb: rb._works.engine.close(everybody=True)):
         with made(kind, flow=Flow(samples_per_insert=1.0)) as rb, monkeypatch.context() as patch:
             rb.sample(3)
             meanwhile = Meanwhile(patch, lambda rb=rb, act=act: act(rb), before="lock")
-            assert Counted(rb._engine, meanwhile).sample(3) is None
+            assert Counted(rb._works.engine, meanwhile).sample(3) is None
             assert meanwhile.calls == 1
-            assert rb._engine.control.peek()[words.RETURNED] == 3
-            assert not rb._engine.control.mutex.holder
+            assert rb._works.engine.control.peek()[words.RETURNED] == 3
+            assert not rb._works.engine.control.mutex.holder
 
 
 def test_a_leaf_without_an_item_is_not_drawn(way: Any) -> None:
@@ -183,14 +183,14 @@ def test_a_leaf_without_an_item_is_not_drawn(way: Any) -> None:
         before = seen(rb)
         assert short.sample(8) is None
         assert seen(rb) == before
-        assert not rb._engine.control.mutex.holder
+        assert not rb._works.engine.control.mutex.holder
         rb.sampler.tree.update(np.array([9]), np.array([0.0]))
         assert short.sample(8) is not None
 
 
 def test_where_others_are_always_faster_the_ordinary_way_is_gone() -> None:
     with made() as rb:
-        short, before = install(rb, slow_kernels), rb._engine.control.peek()
+        short, before = install(rb, slow_kernels), rb._works.engine.control.peek()
         inner = short._inner
         tries: list[int] = []
 
@@ -201,7 +201,7 @@ def test_where_others_are_always_faster_the_ordinary_way_is_gone() -> None:
         inner._take = take
         assert inner.sample(3) is None
         assert len(tries) == shortcut.TRIES
-        assert rb._engine.control.peek() == before
+        assert rb._works.engine.control.peek() == before
         assert whole(rb.sample(3))
 
 
@@ -209,7 +209,7 @@ def test_a_commit_between_two_looks_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """Half of one state and half of the next are none."""
     for kind in SAMPLERS:
         with made(kind) as rb, monkeypatch.context() as patch:
-            short, looks = CompiledShortcut(rb._engine, slow_kernels), []
+            short, looks = CompiledShortcut(rb._works.engine, slow_kernels), []
             in_force = slow_kernels._shortcut_numba._in_force
 
             def look(plan: Any, rb: ReplayBuffer = rb, looks: list[int] = looks, in_force: Any = in_force) -> int:

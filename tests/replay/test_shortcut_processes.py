@@ -73,7 +73,7 @@ def test_a_childs_writes_say_whose_they_are(way: Any) -> None:
     for kind in ("uniform", "prioritized"):
         with ReplayBuffer(100, schema=ROW, shared=True, **KINDS[kind]()) as rb:
             rb.extend(rows(0, 9))
-            short, control = install(rb, way), rb._engine.control
+            short, control = install(rb, way), rb._works.engine.control
 
             def change(rb: ReplayBuffer = rb, kind: str = kind, short: Any = short) -> int:
                 if kind == "uniform":
@@ -105,10 +105,10 @@ def test_after_share_it_is_the_shared_memory_that_is_used(way: Any, monkeypatch:
     for kind in KINDS:
         with ReplayBuffer(100, schema=ROW, **KINDS[kind]()) as rb:
             rb.extend(rows(0, 20))
-            private = rb._engine
+            private = rb._works.engine
             rb.share()
             assert isinstance(private.shortcut, NoShortcut)
-            short: Any = rb._engine.shortcut
+            short: Any = rb._works.engine.shortcut
             assert numbers(rb[:]) == list(range(20))
             rb.add({"row": rows(20, 1)["row"][0]})
             rb.sample(3)
@@ -128,7 +128,7 @@ short = install(rb, compiled())
 rb.extend(rows(10, 5), receipt=(7, 1 + os.getpid()))
 batch = rb.sample(6)
 assert whole(batch) and numbers(batch) == batch["generation"].tolist()
-if rb._engine.priorities is not None:
+if rb._works.engine.priorities is not None:
     assert rb.update_priority(batch, 9.0) == 6
 print(json.dumps([os.getpid(), sorted(short.done)]))
 rb.close()
@@ -176,12 +176,12 @@ calls, problems = [0], []
 def use(rb, first, kind):
     try:
         while True:
-            if kind == 0 and rb._rules.sampler.__class__ is not ConsumingSampler or kind == 0 and len(rb) < 900:
+            if kind == 0 and rb._works.rules.sampler.__class__ is not ConsumingSampler or kind == 0 and len(rb) < 900:
                 rb.extend(rows(first, 5))
             else:
                 batch = rb.sample(5)
                 assert whole(batch)
-                if kind == 2 and rb._rules.sampler.__class__ is PrioritizedSampler:
+                if kind == 2 and rb._works.rules.sampler.__class__ is PrioritizedSampler:
                     rb.update_priority(batch, 2.0)
             calls[0] += 1
     except (BufferClosed, NotReady):
@@ -225,7 +225,7 @@ def test_a_buffer_may_be_closed_while_calls_are_inside() -> None:
 def test_who_still_has_the_shortcut_of_a_closed_buffer_reads_memory_that_is_there(way: Any) -> None:
     rb = ReplayBuffer(1000, schema=ROW, shared=True)
     rb.extend(rows(0, 1000))
-    short, engine = install(rb, way), rb._engine
+    short, engine = install(rb, way), rb._works.engine
     rb.close()
     assert isinstance(engine.shortcut, NoShortcut)
     del engine
@@ -271,7 +271,7 @@ class Crowd:
             thread.start()
         try:
             time.sleep(0.8)
-            changes = "put" if self.rb._engine.priorities is None else "set_leaves"
+            changes = "put" if self.rb._works.engine.priorities is None else "set_leaves"
             until(lambda: bool(self.problems) or min(short.done["sample"], short.done[changes]) > 20, 40)
         finally:
             self.stop.set()
@@ -298,7 +298,7 @@ class Crowd:
                 self.written += n
 
     def _sample(self, n: int) -> None:
-        prioritized = self.rb._engine.priorities is not None
+        prioritized = self.rb._works.engine.priorities is not None
         while not self.stop.is_set():
             try:
                 batch = self.rb.sample(n, wait=True, timeout=0.2)
@@ -326,13 +326,13 @@ def after(rb: ReplayBuffer, crowds: list[dict[str, Any]]) -> None:
     assert (stats["waiting_producers"], stats["waiting_consumers"], stats["recoveries"]) == (0, 0, 0)
     assert whole(held)
     assert tree_is_sound(rb)
-    if rb._engine.distinct:
+    if rb._works.engine.distinct:
         taken = sorted(number for crowd in crowds for number in crowd["seen"])
         assert taken == list(range(stats["consumed"]))
 
 
 def told(crowd: Crowd, short: Any) -> dict[str, Any]:
-    kept = crowd.seen if crowd.rb._engine.distinct else []
+    kept = crowd.seen if crowd.rb._works.engine.distinct else []
     return {
         "written": crowd.written,
         "sampled": crowd.sampled,
@@ -411,4 +411,4 @@ def test_a_slow_one_and_a_compiled_one_get_on(tmp_path: Path) -> None:
             os.close(writes)
             assert os.waitpid(pid, 0)[1] == 0
         after(rb, results)
-        assert rb._engine.control.peek()[words.REWRITES] == 0
+        assert rb._works.engine.control.peek()[words.REWRITES] == 0

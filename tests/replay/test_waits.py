@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from millpond.core.errors import (
     Unsatisfiable,
 )
 from millpond.replay import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+from tests.replay.interrupts import Interrupt, interrupted
 
 BLOCK = Flow(admission="block")
 CONSUMERS: dict[str, Any] = {
@@ -342,3 +344,26 @@ def test_hundreds_of_waiters_each_get_one() -> None:
     calls = [Call(lambda: rb.sample(1, wait=True)["x"].item()) for _ in range(300)]
     rb.extend(numbers(300))
     assert sorted(call.result(30) for call in calls) == list(range(300))
+
+
+@pytest.mark.parametrize("op", ["sample", "extend"])
+def test_interrupted_anywhere_nobody_is_left_among_those_that_wait(op: str) -> None:
+    with ReplayBuffer(10, flow=Flow(min_size=5, admission="block"), consume_after_n_samples=1) as rb:
+        rb.extend(numbers(2))
+        for place in itertools.count():
+            cut_off = False
+            try:
+                with interrupted(place, "replay/", "shm/"):
+                    if op == "sample":
+                        rb.sample(1, wait=True, timeout=0.002)
+                    else:
+                        rb.extend(numbers(9), timeout=0.002)
+            except Interrupt:
+                cut_off = True
+            except DeadlineExceeded:
+                pass
+            stats = rb.stats()
+            assert (stats["waiting_consumers"], stats["waiting_producers"]) == (0, 0)
+            if not cut_off:
+                break
+        assert place > 50

@@ -38,7 +38,7 @@ def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> 
     if transport == "shm":
         buffer = shm.attach(owner)
         if seed is not None:
-            buffer._engine.random.torch = generator(seed)
+            buffer._works.engine.random.torch = generator(seed)
         return buffer
     try:
         line = Line(owner.line, owner.token, timeout=timeout)

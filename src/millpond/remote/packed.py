@@ -26,7 +26,7 @@ class Packed:
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
-        self.consuming = buffer._rules.deliveries is not None
+        self.consuming = buffer._works.rules.deliveries is not None
         self._ahead = threading.Lock()  # batches drawn ahead are one queue, for all clients
         self._making = threading.Lock()
         self._twin: ReplayBuffer | None = None
@@ -38,40 +38,40 @@ class Packed:
         schema = self.buffer.schema
         if schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
             raise SchemaMismatch(f"rows of schema {fingerprint} and shape {list(rows.shape)}; bound is {schema!r}")
-        return self.chosen(exempt)._put(rows, priority, 0, None, receipt)
+        return self.chosen(exempt)._works.put(rows, priority, 0, None, receipt)
 
     def take(self, n: int, *, wait: bool, exempt: bool) -> Taken:
         """Draw n items, or raise as ``sample(wait=wait, timeout=0)`` does."""
         buffer = self.chosen(exempt)
         patience: Any = {"wait": wait, "timeout": 0 if wait else None, "cancel": None}
-        if not buffer._rules.prefetch:
-            return buffer._ahead.take(n, **patience)
+        if not buffer._works.rules.prefetch:
+            return buffer._works.ahead.take(n, **patience)
         with self._ahead:
-            return buffer._ahead.take(n, **patience)
+            return buffer._works.ahead.take(n, **patience)
 
     def give_back(self, taken: Taken, *, exempt: bool) -> None:
         """A batch did not reach whoever asked for it. Raises ``SchemaMismatch`` for rows that are none."""
         buffer = self.chosen(exempt)
         schema = buffer.schema
-        if schema is None or (taken.rows.shape != (len(taken.slots), schema.row_nbytes) and buffer._ahead.keeps):
+        if schema is None or (taken.rows.shape != (len(taken.slots), schema.row_nbytes) and buffer._works.ahead.keeps):
             raise SchemaMismatch(f"rows of shape {list(taken.rows.shape)}; bound is {schema!r}")
-        buffer._ahead.take_back([([taken], 1)])
+        buffer._works.ahead.take_back([([taken], 1)])
 
     def peek(self, n: int) -> Taken:
         """As ``ReplayBuffer.peek``."""
-        return Taken(*self.buffer._editor.peek(n), {}, 0)
+        return Taken(*self.buffer._works.editor.peek(n), {}, 0)
 
     def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
         """Rows of the items that ``which`` names by age, and whether it named one alone."""
-        return self.buffer._editor.pick(which)
+        return self.buffer._works.editor.pick(which)
 
     def epoch_over(self, n: int) -> bool:
         """Was the last batch of the epoch drawn, and handed over?"""
-        return self.buffer._editor.epoch_over(n) and not self.buffer._ahead
+        return self.buffer._works.editor.epoch_over(n) and not self.buffer._works.ahead
 
     def bind(self, schema: Schema) -> Schema:
         """The bound schema, which is this one where none was bound. Raises ``SchemaMismatch``, with the difference."""
-        bound = self.buffer.schema or self.buffer._bind(schema)
+        bound = self.buffer.schema or self.buffer._works.bind(schema)
         if bound != schema:
             raise SchemaMismatch(f"another schema is bound: {bound.difference(schema)}")
         return bound
@@ -84,7 +84,7 @@ class Packed:
 
     def count_block(self, side: Side) -> None:
         """One more call had to wait."""
-        engine = self.buffer._engine
+        engine = self.buffer._works.engine
         try:
             state = engine.load()
             state[CONSUMER_BLOCKS if side == "sample" else PRODUCER_BLOCKS] += 1
@@ -112,7 +112,7 @@ class Packed:
                 if not self.buffer.shared:
                     raise NotShareable("unlimited() from another process needs a buffer in shared memory")
                 self._twin = ReplayBuffer.attach(self.buffer.handle())
-                self._twin._engine.unlimited = 1
+                self._twin._works.engine.unlimited = 1
             return self._twin
 
 
@@ -125,7 +125,7 @@ class Changes:
 
     def prepare(self) -> int:
         try:
-            engine, mutex = self._buffer._engine, self._buffer._engine.control.mutex
+            engine, mutex = self._buffer._works.engine, self._buffer._works.engine.control.mutex
         except BufferClosed:
             return -1
         try:
@@ -139,7 +139,7 @@ class Changes:
         if ticket < 0:
             return True
         try:
-            moved: bool = getattr(self._buffer._engine, self._name).wait(ticket, seconds)
+            moved: bool = getattr(self._buffer._works.engine, self._name).wait(ticket, seconds)
             return moved
         except BufferClosed:
             return True

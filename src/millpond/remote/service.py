@@ -78,7 +78,7 @@ class Service:
             self._answers = Answers(self._packed)
             self._gpu = gpu_of(plan.storage)
             if plan.transport == "nccl":
-                nccl.check(self._gpu, self._packed.buffer._rules.device)
+                nccl.check(self._gpu, self._packed.buffer._works.rules.device)
             self._endpoint = Endpoint(node) if plan.transport in ("auto", "gloo", "nccl") else None
             self._switchboard = Switchboard(node, came=self._came, serve=self._serve, left=self._left)
             undo.pop_all()
@@ -96,7 +96,7 @@ class Service:
             gloo=self._endpoint is not None,
             gpu=self._gpu,
             handle=buffer.handle() if buffer.shared else None,
-            rules=buffer._rules.unbound(),
+            rules=buffer._works.rules.unbound(),
         )
 
     # ------------------------------------------------------------------ lines

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +15,6 @@ from millpond.core.errors import (
     BufferClosed,
     InvalidArgument,
     InvalidType,
-    NonFinite,
-    NotReady,
     NotShareable,
     SchemaMismatch,
 )
@@ -26,22 +22,17 @@ from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
 from millpond.replay import checkpoint
 from millpond.replay import rules as rulebook
-from millpond.replay.ahead import Ahead
 from millpond.replay.belonging import claim, release
-from millpond.replay.desk import Desk
-from millpond.replay.drawing import Ints, Sampler
-from millpond.replay.editing import Editor
-from millpond.replay.engine import Engine, find
-from millpond.replay.memory import Memory, give_up, read_rules
+from millpond.replay.drawing import Sampler
+from millpond.replay.memory import read_rules
 from millpond.replay.rules import Rules
-from millpond.replay.samplers import RandomSampler, SamplerWithoutReplacement
+from millpond.replay.samplers import RandomSampler
 from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, RESERVED, STORED, WRITES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.summary import stats
-from millpond.replay.taken import Taken, Tray
-from millpond.replay.taking import Taker
+from millpond.replay.taken import Taken
 from millpond.replay.waiting import check_cancel, check_timeout
-from millpond.replay.writing import Writer
+from millpond.replay.works import Works
 
 
 @dataclass(frozen=True)
@@ -120,51 +111,16 @@ class ReplayBuffer:
         draws = rulebook.generator(seed)
         claim(self, (*rulebook.layers(rules.sampler), kept))
         try:
-            self._build(rules, kept, draws, shared)
+            self._works = Works.made(rules, kept, draws, shared=shared)
         except BaseException:
             release(self)
             raise
         if schema is not None:
             try:
-                self._bind(schema)
+                self._works.bind(schema)
             except BaseException:
                 self.close()
                 raise
-
-    def _build(self, rules: Rules, storage: Storage, generator: torch.Generator, shared: bool) -> None:
-        """Make the engine over fresh memory."""
-        path = storage.path if isinstance(storage, MappedStorage) else None
-        if shared and type(storage) is TensorStorage:
-            raise InvalidArgument(
-                "a TensorStorage is private memory; for shared=True give a capacity or a MappedStorage"
-            )
-
-        def make(sizes: dict[str, int], recover: Any) -> Memory:
-            if not shared and path is None:
-                return Memory.private(sizes, recover)
-            return Memory.create(sizes, recover, rules.to_json(), path)
-
-        self._start(rules, storage, generator, make)
-        if isinstance(storage, MappedStorage) and storage.path is None and self._engine.memory.path is not None:
-            storage.path = self._engine.memory.path
-
-    def _start(self, rules: Rules, storage: Storage, generator: torch.Generator, make: Any) -> None:
-        self._rules = rules
-        self._closed = False
-        self._final: dict[str, Any] = {}
-        self._engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make)
-        self._engine.find_rows = self._find_rows
-        self._writer, self._taker = Writer(self._engine), Taker(self._engine)
-        self._editor = Editor(self._engine)
-        epochs = find(SamplerWithoutReplacement, rules.sampler) is not None
-        self._ahead = Ahead(self._engine, self._taker, rules.prefetch, self._editor.epoch_over if epochs else None)
-        self._schema: Schema | None = None
-        self._plainly = rules.device is None and rules.transform is None and not rules.contiguous
-        self._directly = self._plainly and not rules.prefetch
-        self._desk = Desk()
-        memory = self._engine.memory  # not for the finalizer: it leads back here, so this buffer would live for ever
-        self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
-        _buffers.add(self)
 
     # ------------------------------------------------------------------ writing
     def extend(
@@ -195,60 +151,43 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        schema = self._schema or self._known()
+        works = self._works
+        schema = works.schema or works.known()
         if schema is None:
-            schema = self._bind(Schema.from_example(rulebook.without_draw(items, None, dims=1)))
+            schema = works.bind(Schema.from_example(rulebook.without_draw(items, None, dims=1)))
         try:
             tensors = schema.check(items)
         except SchemaMismatch as problem:
             tensors = schema.check(rulebook.undrawn(items, schema, problem, dims=1))
-        staging = self._desk.take(schema, tensors[0].shape[0])
+        staging = works.desk.take(schema, tensors[0].shape[0])
         staging.fill(tensors)
-        slots = self._put(staging.rows, priority, timeout, cancel_event, receipt)
-        self._desk.give(staging)
+        slots = works.put(staging.rows, priority, timeout, cancel_event, receipt)
+        works.desk.give(staging)
         return _NO_SLOTS if slots is None else torch.from_numpy(slots)
 
     def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
         """Write one item, without a leading dimension. Returns its slot, -1 where it was dropped. As `extend` else."""
-        schema = self._schema
+        works = self._works
+        schema = works.schema
         if schema is None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-            schema = self._known() or self._bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)))
-        staging = self._desk.take(schema, 1)
+            schema = works.known() or works.bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)))
+        staging = works.desk.take(schema, 1)
         try:
             schema.fill_item(staging, item)
         except SchemaMismatch as problem:
             schema.fill_item(staging, rulebook.undrawn(item, schema, problem, dims=0))
-        slots = self._put(staging.rows, priority, timeout, cancel_event, None)
-        self._desk.give(staging)
+        slots = works.put(staging.rows, priority, timeout, cancel_event, None)
+        works.desk.give(staging)
         return -1 if slots is None else int(slots[0])
-
-    def _put(self, rows: torch.Tensor, priority: Any, timeout: Any, cancel: Any, receipt: Any) -> Ints | None:
-        n = rows.shape[0]
-        if n == 0:
-            return None
-        leaves = None
-        if priority is not None:
-            if self._engine.priorities is None:
-                raise InvalidArgument(f"priority= needs a PrioritizedSampler, this buffer has {self._rules.sampler!r}")
-            leaves = self._engine.priorities.leaves(priority, n)
-        if self._rules.check_finite:
-            self._refuse_nonfinite(rows)
-        if receipt is not None and not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
-            raise InvalidArgument(
-                f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt}"
-            )
-        if n > self._rules.capacity:
-            self._engine.refuse_impossible(insert=n)
-        return self._writer.put(rows, leaves, timeout=timeout, cancel=cancel, receipt=receipt)
 
     def receipt(self, line: int) -> int:
         """The number of the latest write that left a receipt on this line, 0 before the first. Exact after any
         death."""
         if not 0 <= line < RECEIPT_LINES:
             raise InvalidArgument(f"a receipt's line is 0 to {RECEIPT_LINES - 1}, got {line}")
-        return self._engine.receipt(line)
+        return self._works.engine.receipt(line)
 
     # ------------------------------------------------------------------ sampling
     def sample(
@@ -276,55 +215,50 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        if self._directly and not return_info and cancel_event is None and self._ahead.idle:
-            picked = self._engine.shortcut.sample(n)
+        works = self._works
+        plain = works.plain and not return_info
+        if plain and not works.rules.prefetch and cancel_event is None and works.ahead.idle:
+            picked = works.engine.shortcut.sample(n)
             if picked is not None:
                 try:
-                    return picked.unpacked(self._schema or self._known_schema())
+                    return picked.unpacked(works.schema or works.known_schema())
                 except BaseException:
-                    self._ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
+                    works.ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
                     raise
-        prepare = self._tray if self._plainly and not return_info else None
-        taken = self._ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
+        prepare = works.tray if plain else None
+        taken = works.ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
         if taken.data is not None:
             return taken.data
         try:
             return self._dress(taken, return_info)
         except BaseException:
-            self._ahead.take_back([([taken._replace(asked=n)], 1)])
+            works.ahead.take_back([([taken._replace(asked=n)], 1)])
             raise
 
-    def _tray(self, n: int) -> Tray | None:
-        schema = self._schema
-        if schema is None:
-            return None
-        tray = Tray(n, schema.row_nbytes // 8)
-        tray.data = tray.unpacked(schema)
-        return tray
-
     def _dress(self, taken: Taken, return_info: bool) -> Any:
-        if self._rules.transform is not None:
-            taken = self._ahead.lent(taken)
+        rules, schema = self._works.rules, self._works.known_schema()
+        if rules.transform is not None:
+            taken = self._works.ahead.lent(taken)
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)
         extra = taken.extra
-        if self._plainly and self._schema is not None and not return_info:
-            return self._schema.unpack(rows, extra, {"index": index, "generation": generation})
-        if self._rules.device is not None:
-            rows, index, generation, extra = rulebook.to_device(self._rules.device, rows, index, generation, extra)
-        return rulebook.dress(self._known_schema(), self._rules, rows, index, generation, extra, return_info)
+        if self._works.plain and not return_info:
+            return schema.unpack(rows, extra, {"index": index, "generation": generation})
+        if rules.device is not None:
+            rows, index, generation, extra = rulebook.to_device(rules.device, rows, index, generation, extra)
+        return rulebook.dress(schema, rules, rows, index, generation, extra, return_info)
 
     def peek(self, n: int) -> Any:
         """A uniform look at n items (with replacement): consumes nothing, and moves no counter and no generator.
 
         Raises ``NotReady`` where there is no item at all.
         """
-        rows, slots, numbers = self._editor.peek(self._batch_size(n))
+        rows, slots, numbers = self._works.editor.peek(self._batch_size(n))
         return self._dress(Taken(rows, slots, numbers, {}, 0), False)
 
     def __getitem__(self, which: Any) -> Any:
         """Items by age, 0 the oldest that a sample may return: an index, a slice, or a mask or tensor of indices."""
-        rows, single = self._editor.pick(which)
-        found = self._known_schema().unpack(rows)
+        rows, single = self._works.editor.pick(which)
+        found = self._works.known_schema().unpack(rows)
         return found[0] if single else found
 
     def __iter__(self) -> Iterator[Any]:
@@ -335,49 +269,49 @@ class ReplayBuffer:
             except BufferClosed:
                 return
             yield batch
-            if self._editor.epoch_over(self._batch_size(None)) and not self._ahead:
+            if self._works.editor.epoch_over(self._batch_size(None)) and not self._works.ahead:
                 return
 
     # ------------------------------------------------------------------ waiting
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Would ``sample(batch_size)`` succeed now?"""
-        n = self._batch_size(batch_size)
-        if self._closed:
+        n, works = self._batch_size(batch_size), self._works
+        if works.closed:
             return False
-        state = self._engine.control.peek()
+        state = works.engine.control.peek()
         if state[CLOSED]:
             return False
-        if self._ahead:
-            served = self._ahead.could_serve(n)
+        if works.ahead:
+            served = works.ahead.could_serve(n)
             if not served:  # batches of another size are given back first
-                state[RESERVED] -= self._ahead.items
+                state[RESERVED] -= works.ahead.items
             n -= served
-        return n <= 0 or self._engine.sample_block(state, n) is None
+        return n <= 0 or works.engine.sample_block(state, n) is None
 
     def wait_until_sampleable(
         self, num_items: int | None = None, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``sample(num_items)`` may proceed; somebody else may still be faster. False on timeout."""
         n = self._batch_size(num_items)
-        self._engine.refuse_impossible(batch=n)
-        return self._engine.wait_until("sample", n, timeout, cancel_event)
+        self._works.engine.refuse_impossible(batch=n)
+        return self._works.engine.wait_until("sample", n, timeout, cancel_event)
 
     def wait_until_writable(
         self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``extend`` of so many items may proceed; somebody else may still be faster. False on timeout."""
         n = rulebook.check_batch_size(num_items, "num_items")
-        self._engine.refuse_impossible(insert=n)
-        return self._engine.wait_until("extend", n, timeout, cancel_event)
+        self._works.engine.refuse_impossible(insert=n)
+        return self._works.engine.wait_until("extend", n, timeout, cancel_event)
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[Self]:
         """What this process does inside is left out of ``samples_per_insert`` and ``max_debt``: for offline prefill."""
-        self._engine.unlimited += 1
+        self._works.engine.unlimited += 1
         try:
             yield self
         finally:
-            self._engine.unlimited -= 1
+            self._works.engine.unlimited -= 1
 
     # ------------------------------------------------------------------ changing what is there
     def update_priority(self, index_or_sample: Any, priority: Any) -> int:
@@ -390,72 +324,76 @@ class ReplayBuffer:
 
         Raises ``InvalidArgument`` or ``InvalidType``, before anything was changed.
         """
-        return self._editor.update_priority(index_or_sample, priority)
+        return self._works.editor.update_priority(index_or_sample, priority)
 
     def update(self, index_or_sample: Any, patch: Batch) -> int:
         """Write some fields of sampled items back. Returns how many were; slots rewritten since are left out."""
-        return self._editor.update(index_or_sample, patch)
+        return self._works.editor.update(index_or_sample, patch)
 
     def empty(self) -> None:
         """Drop all items, for everybody who shares the buffer. ``write_count`` and the other counters stay."""
-        self._ahead.refund()
-        self._engine.empty()
+        self._works.ahead.refund()
+        self._works.engine.empty()
 
     # ------------------------------------------------------------------ figures
     def stats(self) -> dict[str, Any]:
         """The counters of the design, the same keys from every kind of buffer."""
-        return dict(self._final) if self._closed else stats(self._engine, self._schema)
+        works = self._works
+        return dict(works.final) if works.closed else stats(works.engine, works.schema)
 
     def explain(self, op: str = "sample", n: int | None = None) -> str:
         """One line: why ``sample(n)`` or ``extend(n)`` cannot proceed now, or that it can."""
         if op not in ("sample", "extend"):
             raise InvalidArgument(f'op is "sample" or "extend", not {op!r}')
         count = self._batch_size(n) if op == "sample" else rulebook.check_batch_size(1 if n is None else n, "n")
-        if self._closed or self._engine.control.peek()[CLOSED]:
+        if self._works.closed or self._works.engine.control.peek()[CLOSED]:
             return f"{op}({count}) cannot proceed: the buffer was closed"
-        state, engine = self._engine.control.peek(), self._engine
+        engine = self._works.engine
+        state = engine.control.peek()
         block = engine.sample_block(state, count) if op == "sample" else engine.insert_block(state, count)
         return f"{op}({count}) can proceed" if block is None else engine.explain_block(op, count, block)
 
     @property
     def capacity(self) -> int:
         """In items."""
-        return self._rules.capacity
+        return self._works.rules.capacity
 
     @property
     def schema(self) -> Schema | None:
         """None until the first write, in whichever process, unless it was given."""
-        if self._schema is None and not self._closed:
-            self._find_rows()
-        return self._schema
+        return self._works.known()
 
     @property
     def batch_size(self) -> int | None:
-        return self._rules.batch_size
+        return self._works.rules.batch_size
 
     @property
     def sampler(self) -> Sampler:
-        sampler: Sampler = self._rules.sampler
+        sampler: Sampler = self._works.rules.sampler
         return sampler
 
     @property
     def flow(self) -> Flow:
-        return self._rules.flow
+        return self._works.rules.flow
 
     @property
     def write_count(self) -> int:
         """Items ever written."""
-        return int(self._final["write_count"]) if self._closed else self._engine.control.peek()[WRITES]
+        return (
+            int(self._works.final["write_count"]) if self._works.closed else self._works.engine.control.peek()[WRITES]
+        )
 
     @property
     def storage_size(self) -> int:
         """Slots physically occupied."""
-        return int(self._final["storage_size"]) if self._closed else self._engine.control.peek()[STORED]
+        return (
+            int(self._works.final["storage_size"]) if self._works.closed else self._works.engine.control.peek()[STORED]
+        )
 
     @property
     def sampleable_size(self) -> int:
         """Items that a sample may return now."""
-        return int(self._final["size"]) if self._closed else self._engine.control.peek()[LIVE]
+        return int(self._works.final["size"]) if self._works.closed else self._works.engine.control.peek()[LIVE]
 
     def __len__(self) -> int:
         return self.sampleable_size
@@ -463,20 +401,20 @@ class ReplayBuffer:
     # ------------------------------------------------------------------ sharing
     def share(self) -> Self:
         """Move into shared memory, with all that it holds, so that other processes can use it. Returns itself."""
-        if not self._engine.memory.shared:
-            checkpoint.move_to_shared(self)
+        if not self._works.engine.memory.shared:
+            self._works = checkpoint.moved_to_shared(self._works)
         return self
 
     @property
     def shared(self) -> bool:
-        return self._engine.memory.shared
+        return self._works.engine.memory.shared
 
     def handle(self) -> Handle:
         """Raises ``NotShareable`` where the buffer is not shared."""
-        path = self._engine.memory.path
+        path = self._works.engine.memory.path
         if path is None:
             raise NotShareable("this buffer lies in private memory: call share() first, or dumps(path) to save a copy")
-        return Handle(str(path), self._rules)
+        return Handle(str(path), self._works.rules)
 
     @classmethod
     def attach(cls, handle_or_path: Handle | str | os.PathLike[str], *, sampler: Sampler | None = None) -> Self:
@@ -495,12 +433,7 @@ class ReplayBuffer:
             path = Path(handle_or_path).absolute()
             rules = Rules.from_json(read_rules(path), sampler, path)
         self = cls.__new__(cls)
-        self._start(
-            rules, rules.storage_at(path), rulebook.generator(None), lambda sizes, rec: Memory.attach(sizes, rec, path)
-        )
-        if self._engine.memory.mine:
-            self._editor.reopen()
-        self._find_rows()
+        self._works = Works.attached(rules, path)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -509,20 +442,20 @@ class ReplayBuffer:
     # ------------------------------------------------------------------ saving
     def state_dict(self) -> dict[str, Any]:
         """Contents, counters, sampler, generator, and the batches drawn ahead, as tensors, numbers and strings."""
-        return checkpoint.state_dict(self)
+        return checkpoint.state_dict(self._works)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace what the buffer holds by what `state_dict` gave. Raises ``CheckpointError`` before anything
         changed."""
-        checkpoint.load_state_dict(self, state)
+        checkpoint.load_state_dict(self._works, state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Save to a file: versioned, checksummed, whole or not at all."""
-        checkpoint.dumps(self, path)
+        checkpoint.dumps(self._works, path)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Replace what the buffer holds by a saved file. Raises ``CheckpointError`` before anything changed."""
-        checkpoint.loads(self, path)
+        checkpoint.loads(self._works, path)
 
     def close(self) -> None:
         """In the process that made the buffer: close it for everybody. In one that attached: leave it.
@@ -530,23 +463,9 @@ class ReplayBuffer:
         Its memory is given back once no call of another thread is inside; `stats` keeps answering with the last
         figures.
         """
-        if self._closed:
-            return
-        self._final = self.stats()
-        self._closed = True
-        self._ahead.close()
-        engine = self._engine
-        engine.close(everybody=engine.memory.mine)
-        if engine.memory.mine:
-            engine.memory.remove()
-        self._finalizer.detach()
-        release(self)
-        self._rules = self._rules.unbound()
-        gone: Any = Gone()
-        self._engine = self._writer = self._taker = self._editor = gone
-        self._ahead = Ahead(gone, gone, 0)
-        self._desk = Desk()
-        engine.let_go()
+        if not self._works.closed:
+            self._works.close()
+            release(self)
 
     def __enter__(self) -> Self:
         return self
@@ -555,99 +474,16 @@ class ReplayBuffer:
         self.close()
 
     # ------------------------------------------------------------------ inside
-    def _after_fork(self) -> None:
-        """A child draws other numbers than its parent, and what the parent drew ahead is the parent's."""
-        if self._closed:
-            return
-        self._ahead.forget()
-        self._engine.memory.turnstile = threading.RLock()
-        self._engine.random.torch = rulebook.generator(None)
-
     def _batch_size(self, n: int | None) -> int:
         if n is None:
-            n = self._rules.batch_size
+            n = self._works.rules.batch_size
             if n is None:
                 raise InvalidArgument("no batch_size: give it to sample(), or to the buffer")
             return n
         return n if type(n) is int and n > 0 else rulebook.check_batch_size(n)
 
-    def _known(self) -> Schema | None:
-        return self.schema
-
-    def _known_schema(self) -> Schema:
-        schema = self.schema
-        if schema is None:
-            raise NotReady("nothing was written yet, and no schema was given")
-        return schema
-
-    def _bind(self, schema: Schema) -> Schema:
-        """Allocate the rows, once, in whichever process comes first."""
-        if self._schema is not None:
-            return self._schema
-        memory = self._engine.memory
-        self._engine.refuse_closed(self._engine.control.peek(), "extend", 0)
-        with memory.binding():
-            if self._find_rows() and self._schema is not None:
-                if self._schema != schema:
-                    raise SchemaMismatch(f"another schema is bound: {self._schema.difference(schema)}")
-                return self._schema
-            rulebook.refuse_own_names(schema)
-            check = getattr(self._engine.sampler, "check_schema", None)
-            if check is not None:
-                check(schema)
-            self._engine.storage.bind(schema)
-            if memory.shared:
-                memory.write_schema(schema)
-            self._engine.bind(schema)
-            self._schema = schema
-            return schema
-
-    def _find_rows(self) -> bool:
-        """Use the rows that another process bound. False where nobody has."""
-        engine = self._engine
-        if self._schema is None and engine.memory.shared and engine.bound():
-            schema = engine.memory.read_schema()
-            engine.storage.bind(schema)
-            engine.bind(schema)
-            self._schema = schema
-        return self._schema is not None
-
-    def _refuse_nonfinite(self, rows: torch.Tensor) -> None:
-        schema = self._known_schema()
-        for field in schema.fields:
-            if field.dtype.is_floating_point or field.dtype.is_complex:
-                finite = torch.isfinite(schema.column(rows, field.key)).reshape(len(rows), -1).all(1)
-                if not bool(finite.all()):
-                    raise NonFinite(
-                        f"{field.name}: NaN or infinite in item {int((~finite).nonzero()[0])} of {len(rows)}"
-                    )
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.sampleable_size}/{self.capacity} items, {self._rules.sampler!r})"
-
-
-class Gone:
-    """In the place of a closed buffer's engine: whatever is asked of it raises ``BufferClosed``."""
-
-    deliveries = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise BufferClosed("the buffer was closed")
-
-
-def _remove(path: Path | None, pid: int) -> None:
-    """For a buffer that nobody closed. A forked child's copy must not remove its parent's files."""
-    if path is not None and os.getpid() == pid:
-        give_up(path)
+        return f"{type(self).__name__}({self.sampleable_size}/{self.capacity} items, {self._works.rules.sampler!r})"
 
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
-_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for buffer in list(_buffers):
-        buffer._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -17,7 +17,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +25,10 @@ import torch
 from millpond.core.errors import BufferClosed, CheckpointError, InvalidArgument, NotShareable
 from millpond.core.schema import Schema
 from millpond.replay import state as words
-from millpond.replay.engine import Engine
 from millpond.replay.rules import spell
 from millpond.replay.storage import MappedStorage, TensorStorage
 from millpond.replay.taken import Taken
-
-if TYPE_CHECKING:
-    from millpond.replay.buffer import ReplayBuffer
+from millpond.replay.works import Works
 
 MAGIC = b"MILLPOND"
 VERSION = 1
@@ -49,18 +46,18 @@ _KEPT = {  # of the running buffer, whatever a checkpoint says
 }
 
 
-def state_dict(buffer: ReplayBuffer) -> dict[str, Any]:
+def state_dict(works: Works) -> dict[str, Any]:
     """Everything that a buffer needs to go on: tensors, numbers and strings. Copies under the lock, for one moment's
     sake."""
-    engine = buffer._engine
+    engine = works.engine
     names = [*engine.slots.memory(), *engine.sampler.memory(engine.capacity)]
-    schema = buffer.schema
+    schema = works.known()
     try:
         state = engine.load()
         engine.refuse_closed(state, "state_dict", 0)
         slots, _ = engine.slots.since(state, 0)
         rows = None if engine.rows is None else engine.rows.read(slots)
-        ahead = list(buffer._ahead)
+        ahead = list(works.ahead)
         arrays = {name: _bytes(engine.memory.array(name)) for name in names if not name.startswith("redo")}
     finally:
         engine.control.mutex.unlock()
@@ -79,17 +76,17 @@ def state_dict(buffer: ReplayBuffer) -> dict[str, Any]:
     }
 
 
-def load_state_dict(buffer: ReplayBuffer, saved: dict[str, Any]) -> None:
+def load_state_dict(works: Works, saved: dict[str, Any]) -> None:
     """Replace what the buffer holds. Its limits, batch size and the like stay those of the running code.
 
     Raises:
         CheckpointError: another version, capacity, schema or sampler. Nothing was changed.
     """
-    engine = buffer._engine
-    schema, ahead = _check(buffer, saved)
+    engine = works.engine
+    schema, ahead = _check(works, saved)
     if schema is not None:
-        buffer._bind(schema)
-    buffer._ahead.refund()
+        works.bind(schema)
+    works.ahead.refund()
     slots = saved["slots"].numpy()
     try:
         state = engine.load()
@@ -111,11 +108,11 @@ def load_state_dict(buffer: ReplayBuffer, saved: dict[str, Any]) -> None:
     if beta is not None and engine.priorities is not None:
         engine.priorities.beta = beta
     if ahead:
-        buffer._ahead.restore(ahead)
+        works.ahead.restore(ahead)
 
 
-def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> tuple[Schema | None, list[Taken]]:
-    engine = buffer._engine
+def _check(works: Works, saved: dict[str, Any]) -> tuple[Schema | None, list[Taken]]:
+    engine = works.engine
     try:
         if saved["format"] != VERSION:
             raise CheckpointError(f"checkpoint format {saved['format']}; this version reads {VERSION}")
@@ -143,7 +140,7 @@ def _check(buffer: ReplayBuffer, saved: dict[str, Any]) -> tuple[Schema | None, 
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, InvalidArgument) as problem:
         raise CheckpointError(f"this is no checkpoint of a replay buffer: {problem!r}") from problem
-    bound = buffer.schema
+    bound = works.known()
     if schema is not None and bound is not None and bound != schema:
         raise CheckpointError(f"the checkpoint is of another schema: {bound.difference(schema)}")
     return schema, ahead
@@ -194,10 +191,10 @@ def _read_taken(spelled: dict[str, Any]) -> Taken:
 
 
 # ---------------------------------------------------------------------- files
-def dumps(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
+def dumps(works: Works, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint: whole, or not at all. Raises ``OSError`` where the disk does not take it."""
     check_path(path)
-    write(state_dict(buffer), path)
+    write(state_dict(works), path)
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -233,10 +230,10 @@ def write(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         os.close(directory)
 
 
-def loads(buffer: ReplayBuffer, path: str | os.PathLike[str]) -> None:
-    """Read a checkpoint into ``buffer``. Raises ``CheckpointError``, naming what is wrong, before anything was
+def loads(works: Works, path: str | os.PathLike[str]) -> None:
+    """Read a checkpoint into a buffer. Raises ``CheckpointError``, naming what is wrong, before anything was
     changed."""
-    load_state_dict(buffer, read(path))
+    load_state_dict(works, read(path))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -299,31 +296,25 @@ def lower(node: Any, sections: list[torch.Tensor]) -> Any:
 
 
 # ---------------------------------------------------------------------- sharing
-def move_to_shared(buffer: ReplayBuffer) -> None:
-    """Build the buffer anew in shared memory, with all that it holds. No other thread may use it meanwhile."""
-    old: Engine = buffer._engine
-    if isinstance(old.storage, TensorStorage) and old.storage.device.type != "cpu":
+def moved_to_shared(old: Works) -> Works:
+    """The same in shared memory, with all that it holds. No other thread may use it meanwhile. Whatever is raised, the
+    old works stay as they are."""
+    engine = old.engine
+    if isinstance(engine.storage, TensorStorage) and engine.storage.device.type != "cpu":
         raise NotShareable(
-            f"rows on {old.storage.device} cannot be shared between processes; keep the storage on the CPU"
+            f"rows on {engine.storage.device} cannot be shared between processes; keep the storage on the CPU"
         )
-    saved = state_dict(buffer)
-    rules, generator = buffer._rules, old.random.torch
-    own = rules.storage
-    storage = MappedStorage(old.capacity) if own is None else own
-    before = dict(buffer.__dict__)
+    saved, own, new = state_dict(old), old.rules.storage, None
+    storage = MappedStorage(engine.capacity) if own is None else own
     try:
-        buffer._build(rules, storage, generator, shared=True)
-        load_state_dict(buffer, saved)
+        new = Works.made(old.rules, storage, engine.random.torch, shared=True)
+        load_state_dict(new, saved)
     except BaseException:
-        failed = buffer._engine
-        if failed is not old:
-            failed.memory.remove()
-            failed.let_go(storage=failed.storage is not old.storage)
-        if buffer._finalizer is not before["_finalizer"]:
-            buffer._finalizer.detach()
-        buffer.__dict__.update(before)
-        old.slots.bind(old.memory.array, create=False)
-        old.sampler.bind(old.memory.array)
+        if new is not None:
+            new.give_up()
+            new.engine.let_go(storage=storage is not engine.storage)
+        engine.slots.bind(engine.memory.array, create=False)
+        engine.sampler.bind(engine.memory.array)
         raise
-    before["_finalizer"].detach()
-    old.let_go(storage=old.storage is not buffer._engine.storage)  # else the buffer would take twice its memory
+    engine.let_go(storage=engine.storage is not storage)  # else the buffer would take twice its memory
+    return new

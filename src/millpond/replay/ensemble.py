@@ -63,9 +63,9 @@ class ReplayBufferEnsemble:
         for buffer in buffers:
             if not isinstance(buffer, ReplayBuffer):
                 raise InvalidType(f"a member is a ReplayBuffer, not {type(buffer).__name__}")
-        if len({_rank(b._engine) for b in buffers}) < len(buffers):
+        if len({_rank(b._works.engine) for b in buffers}) < len(buffers):
             raise InvalidArgument("a buffer is a member twice")
-        if len({b._rules.device for b in buffers}) > 1:
+        if len({b._works.rules.device for b in buffers}) > 1:
             raise InvalidArgument("the members put their batches on different devices, so one batch cannot hold both")
         try:
             shares = np.ones(len(buffers)) if weights is None else np.asarray(weights, np.float64)
@@ -128,7 +128,7 @@ class ReplayBufferEnsemble:
             return batch, info.set("buffer_id", ids)
         except BaseException:  # also of a transform: nothing was delivered, by any member
             for i, its in given.items():
-                self.buffers[i]._ahead.take_back(its)
+                self.buffers[i]._works.ahead.take_back(its)
             raise
 
     def _choose(self, n: int) -> Any:
@@ -140,11 +140,11 @@ class ReplayBufferEnsemble:
     ) -> None:
         """Take what ``counts`` says of each member, into ``given``."""
         for i in given:
-            self.buffers[i]._engine.refuse_impossible(batch=int(counts[i]))
-        missing = {i: self.buffers[i]._ahead.hand_out(int(counts[i]), given[i]) for i in given}
+            self.buffers[i]._works.engine.refuse_impossible(batch=int(counts[i]))
+        missing = {i: self.buffers[i]._works.ahead.hand_out(int(counts[i]), given[i]) for i in given}
         members = [i for i in given if missing[i]]
-        takers = [self.buffers[i]._taker for i in members]
-        engines = [self.buffers[i]._engine for i in members]
+        takers = [self.buffers[i]._works.taker for i in members]
+        engines = [self.buffers[i]._works.engine for i in members]
         sizes = [missing[i] for i in members]
         into = [given[i] for i in members]
         began = time.monotonic()
@@ -192,7 +192,7 @@ class ReplayBufferEnsemble:
         if "buffer_id" not in sample.keys():  # noqa: SIM118 — a TensorDict iterates over its items
             raise InvalidArgument("this batch has no buffer_id: is it one that the ensemble's sample() returned?")
         ids = sample["buffer_id"]
-        prioritized = [(i, b, b._engine.priorities) for i, b in enumerate(self.buffers)]
+        prioritized = [(i, b, b._works.engine.priorities) for i, b in enumerate(self.buffers)]
         members = [(i, b, p) for i, b, p in prioritized if p is not None]
         if not members:
             raise InvalidArgument("update_priority needs a member with a PrioritizedSampler")

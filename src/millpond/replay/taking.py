@@ -116,7 +116,10 @@ class Taker:
                 tries = 0
         finally:
             if waiting is not None:
-                waiting.leave()
+                try:
+                    waiting.leave()
+                finally:  # once more: Ctrl-C may come on the way in
+                    waiting.leave()
 
     def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
         return Wait(self._engine.memory, f"sample({n})", CONSUMER, n, timeout, cancel)
@@ -261,38 +264,9 @@ class Taker:
         state[PREFETCHED] = max(0, state[PREFETCHED] + batches)
         return True
 
-    def hand_over(self, items: int, batches: int, emptied: int, *, calls: int = 1) -> bool:
-        """Items drawn ahead are delivered now. False: the buffer was emptied since, and they are refunded only."""
-        engine = self._engine
-        try:
-            state = engine.load()
-            engine.refuse_closed(state, "sample", items)
-            fits = state[EMPTIED] == emptied
-            if fits:
-                state[CALLS] += calls
-                state[RETURNED] += items
-                if engine.unlimited:
-                    state[EXEMPT_SAMPLES] += items
-            self.reserve(state, -items, -batches)
-            engine.commit(state, engine.items_event, engine.space_event)
-            return fits
-        finally:
-            engine.control.mutex.unlock()
-
     def emptied(self) -> int:
         """How often everything was dropped: batches drawn ahead before that count no more."""
         return self._engine.control.peek()[EMPTIED]
-
-    def refund(self, batches: list[Taken]) -> None:
-        """Batches drawn ahead that will not be delivered. What they consumed stays consumed."""
-        if not batches:
-            return
-        try:
-            state = self._engine.load()
-            self.reserve(state, -sum(len(b.slots) for b in batches), -len(batches))
-            self._engine.commit(state, self._engine.items_event, self._engine.space_event)
-        finally:
-            self._engine.control.mutex.unlock()
 
 
 def refuse_nonsense(draw: Draw, capacity: int, who: str) -> None:

@@ -83,7 +83,10 @@ class Writer:
                     wait.sleep(engine.space_event, ticket, partial(engine.explain_block, "extend", n, block))
         finally:
             if wait is not None:
-                wait.leave()
+                try:
+                    wait.leave()
+                finally:  # once more: Ctrl-C may come on the way in
+                    wait.leave()
 
     def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
         return Wait(self._engine.memory, f"extend({n})", PRODUCER, n, timeout, cancel)

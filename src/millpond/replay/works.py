@@ -1,0 +1,223 @@
+"""What one buffer consists of in one process, put together."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from millpond.core.errors import BufferClosed, InvalidArgument, NonFinite, NotReady, SchemaMismatch
+from millpond.core.schema import Schema
+from millpond.replay import rules as rulebook
+from millpond.replay.ahead import Ahead
+from millpond.replay.desk import Desk
+from millpond.replay.drawing import Ints
+from millpond.replay.editing import Editor
+from millpond.replay.engine import Engine, MakeMemory, find
+from millpond.replay.memory import Memory, give_up
+from millpond.replay.rules import Rules
+from millpond.replay.samplers import SamplerWithoutReplacement
+from millpond.replay.state import RECEIPT_LINES
+from millpond.replay.storage import MappedStorage, Storage, TensorStorage
+from millpond.replay.summary import stats
+from millpond.replay.taken import Tray
+from millpond.replay.taking import Taker
+from millpond.replay.writing import Writer
+
+
+class Works:
+    """The engine, and what works on it. `ReplayBuffer` is the public face of one `Works`, and of another once it was
+    moved to shared memory. Made by `made` or by `attached`."""
+
+    def __init__(self, rules: Rules, storage: Storage, generator: torch.Generator, make: MakeMemory) -> None:
+        self.rules = rules
+        self.engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make)
+        self.engine.find_rows = self.find_rows
+        self.writer, self.taker, self.editor = Writer(self.engine), Taker(self.engine), Editor(self.engine)
+        epochs = find(SamplerWithoutReplacement, rules.sampler) is not None
+        self.ahead = Ahead(self.engine, self.taker, rules.prefetch, self.editor.epoch_over if epochs else None)
+        self.desk = Desk()
+        self.schema: Schema | None = None  # as far as this process knows; see `known`
+        self.plain = rules.device is None and rules.transform is None and not rules.contiguous  # samples are views
+        self.closed = False
+        self.final: dict[str, Any] = {}  # the figures of a closed buffer
+        memory = self.engine.memory  # not for the finalizer: it leads back here, so these works would live for ever
+        self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
+        _all.add(self)
+
+    @classmethod
+    def made(cls, rules: Rules, storage: Storage, generator: torch.Generator, *, shared: bool) -> Self:
+        """Over fresh memory."""
+        path = storage.path if isinstance(storage, MappedStorage) else None
+        if shared and type(storage) is TensorStorage:
+            raise InvalidArgument(
+                "a TensorStorage is private memory; for shared=True give a capacity or a MappedStorage"
+            )
+
+        def make(sizes: dict[str, int], recover: Any) -> Memory:
+            if not shared and path is None:
+                return Memory.private(sizes, recover)
+            return Memory.create(sizes, recover, rules.to_json(), path)
+
+        works = cls(rules, storage, generator, make)
+        if isinstance(storage, MappedStorage) and storage.path is None and works.engine.memory.path is not None:
+            storage.path = works.engine.memory.path
+        return works
+
+    @classmethod
+    def attached(cls, rules: Rules, path: Path) -> Self:
+        """Over what another process made. Raises ``NotShareable`` and ``PeerLost`` as `ReplayBuffer.attach` does."""
+        works = cls(rules, rules.storage_at(path), rulebook.generator(None), lambda s, r: Memory.attach(s, r, path))
+        if works.engine.memory.mine:
+            works.editor.reopen()
+        works.find_rows()
+        return works
+
+    # ------------------------------------------------------------------ the schema
+    def known(self) -> Schema | None:
+        """The bound schema. None until the first write, in whichever process, unless it was given."""
+        if self.schema is None and not self.closed:
+            self.find_rows()
+        return self.schema
+
+    def known_schema(self) -> Schema:
+        """The same. Raises ``NotReady`` where there is none."""
+        schema = self.schema or self.known()
+        if schema is None:
+            raise NotReady("nothing was written yet, and no schema was given")
+        return schema
+
+    def bind(self, schema: Schema) -> Schema:
+        """Allocate the rows, once, in whichever process comes first. Raises ``SchemaMismatch`` where another schema is
+        bound."""
+        if self.schema is not None:
+            return self.schema
+        engine = self.engine
+        engine.refuse_closed(engine.control.peek(), "extend", 0)
+        with engine.memory.binding():
+            if self.find_rows() and self.schema is not None:
+                if self.schema != schema:
+                    raise SchemaMismatch(f"another schema is bound: {self.schema.difference(schema)}")
+                return self.schema
+            rulebook.refuse_own_names(schema)
+            check = getattr(engine.sampler, "check_schema", None)
+            if check is not None:
+                check(schema)
+            engine.storage.bind(schema)
+            if engine.memory.shared:
+                engine.memory.write_schema(schema)
+            engine.bind(schema)
+            self.schema = schema
+            return schema
+
+    def find_rows(self) -> bool:
+        """Use the rows that another process bound. False where nobody has."""
+        engine = self.engine
+        if self.schema is None and engine.memory.shared and engine.bound():
+            schema = engine.memory.read_schema()
+            engine.storage.bind(schema)
+            engine.bind(schema)
+            self.schema = schema
+        return self.schema is not None
+
+    # ------------------------------------------------------------------ in and out
+    def put(self, rows: torch.Tensor, priority: Any, timeout: Any, cancel: Any, receipt: Any) -> Ints | None:
+        """Write packed rows of the bound schema. Their slots; None where there are none, or they were dropped.
+
+        Raises as `ReplayBuffer.extend` does.
+        """
+        n = rows.shape[0]
+        if n == 0:
+            return None
+        leaves = None
+        if priority is not None:
+            if self.engine.priorities is None:
+                raise InvalidArgument(f"priority= needs a PrioritizedSampler, this buffer has {self.rules.sampler!r}")
+            leaves = self.engine.priorities.leaves(priority, n)
+        if self.rules.check_finite:
+            self._refuse_nonfinite(rows)
+        if receipt is not None and not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
+            raise InvalidArgument(
+                f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt}"
+            )
+        if n > self.rules.capacity:
+            self.engine.refuse_impossible(insert=n)
+        return self.writer.put(rows, leaves, timeout=timeout, cancel=cancel, receipt=receipt)
+
+    def _refuse_nonfinite(self, rows: torch.Tensor) -> None:
+        schema = self.known_schema()
+        for field in schema.fields:
+            if field.dtype.is_floating_point or field.dtype.is_complex:
+                finite = torch.isfinite(schema.column(rows, field.key)).reshape(len(rows), -1).all(1)
+                if not bool(finite.all()):
+                    raise NonFinite(
+                        f"{field.name}: NaN or infinite in item {int((~finite).nonzero()[0])} of {len(rows)}"
+                    )
+
+    def tray(self, n: int) -> Tray | None:
+        """Memory for a batch of n, laid out for its caller; None as long as no schema is known."""
+        if self.schema is None:
+            return None
+        tray = Tray(n, self.schema.row_nbytes // 8)
+        tray.data = tray.unpacked(self.schema)
+        return tray
+
+    # ------------------------------------------------------------------ the end
+    def close(self) -> None:
+        """See `ReplayBuffer.close`."""
+        self.final = stats(self.engine, self.schema)
+        self.closed = True
+        self.ahead.close()
+        engine = self.engine
+        engine.close(everybody=engine.memory.mine)
+        self.give_up()
+        self.rules = self.rules.unbound()
+        gone: Any = Gone()
+        self.engine = self.writer = self.taker = self.editor = gone
+        self.ahead = Ahead(gone, gone, 0)
+        self.desk = Desk()
+        engine.let_go()
+
+    def give_up(self) -> None:
+        """Remove the files, if they are this process's."""
+        if self.engine.memory.mine:
+            self.engine.memory.remove()
+        self._finalizer.detach()
+
+    def after_fork(self) -> None:
+        """A child draws other numbers than its parent, and what the parent drew ahead is the parent's."""
+        if self.closed:
+            return
+        self.ahead.forget()
+        self.engine.memory.turnstile = threading.RLock()
+        self.engine.random.torch = rulebook.generator(None)
+
+
+class Gone:
+    """In the place of a closed buffer's engine: whatever is asked of it raises ``BufferClosed``."""
+
+    deliveries = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise BufferClosed("the buffer was closed")
+
+
+def _remove(path: Path | None, pid: int) -> None:
+    """For works that nobody closed. A forked child's copy must not remove its parent's files."""
+    if path is not None and os.getpid() == pid:
+        give_up(path)
+
+
+_all: weakref.WeakSet[Works] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for works in list(_all):
+        works.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

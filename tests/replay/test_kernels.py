@@ -15,6 +15,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from shortcuts import compiled, forked
@@ -346,6 +347,22 @@ def test_a_change_of_what_is_inlined_changes_the_file_that_numbas_cache_looks_at
     assert imported == BUILT_ON[name]
     digest = hashlib.sha256(b"".join((folder / f"{other}.py").read_bytes() for other in imported)).hexdigest()[:16]
     assert f'SOURCES = "{digest}"\n' in source, f'write SOURCES = "{digest}" into {name}.py'
+
+
+def test_words_of_32_bits_have_neighbours() -> None:
+    numba = pytest.importorskip("numba")
+    from millpond.replay.compiled import load, load_half, store, store_half
+
+    def exchange(at: int, value: int) -> tuple[int, int]:
+        before = load_half(at)
+        store_half(at, value)
+        store(at + 8, load(at + 8) + 1)
+        return before, load_half(at + 4)
+
+    memory = np.array([0xFFFFFFFE, 7, 0xFFFFFFFF, 1, 5], np.uint32)
+    found = numba.njit(exchange)(memory.ctypes.data, 2**40 + 3)
+    assert found == (0xFFFFFFFE, 7)
+    assert memory.tolist() == [3, 7, 0, 2, 5]
 
 
 def test_they_are_what_the_rows_are_gathered_with() -> None:

@@ -18,7 +18,7 @@ STAMP := $(VENV)/installed.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check lint types contracts docs format bench clean
+.PHONY: help install train test test-exhaustive check lint types contracts docs format bench clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -41,8 +41,17 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## Train a policy on MuJoCo physics for about three minutes and show what it learned
 	$(BIN)/millpond train $(TRAIN)
 
-test: $(STAMP)  ## Run the tests, JOBS of them at a time (TEST="-k name" for some of them)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(TEST)
+# A process that was connected to Ray is not fit for anything else, so what needs Ray has one of its own. 5: no such test.
+test: $(STAMP)  ## Run the tests, JOBS of them at a time beside those that need Ray (TEST="-k name" for some of them)
+	@trap 'kill $$ray 2> /dev/null' EXIT; \
+	$(BIN)/python -m pytest --ray only $(TEST) > $(VENV)/ray-tests.log 2>&1 & ray=$$!; \
+	$(BIN)/python -m pytest --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST); others=$$?; \
+	wait $$ray; ray=$$?; cat $(VENV)/ray-tests.log; \
+	echo "exit status: $$others, and $$ray of what needs Ray"; \
+	test $$others -eq 0 -o $$others -eq 5 && test $$ray -eq 0 -o $$ray -eq 5
+
+test-exhaustive: $(STAMP)  ## Run the many alike cases that `make test` leaves out
+	$(BIN)/python -m pytest --exhaustive only --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST)
 
 check: lint types contracts docs  ## All of the next four; with make -k also after one has failed
 

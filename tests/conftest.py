@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +29,10 @@ segments = pytest.StashKey[tuple[str, str | None]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace", "seconds: an orderly end may take a moment; a leak does not end", default="2.0")
+    help_ray = "run what needs Ray too, alone, or not at all"
+    parser.addoption("--ray", choices=("with", "only", "without"), default="with", help=help_ray)
+    help_exhaustive = "run the cases marked `exhaustive` too, or alone"
+    parser.addoption("--exhaustive", choices=("with", "only", "without"), default="without", help=help_exhaustive)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     root = before or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     os.environ["MILLPOND_SHM"] = tempfile.mkdtemp(prefix=f"tests-of-millpond-{os.getpid()}-", dir=root)
     config.stash[segments] = os.environ["MILLPOND_SHM"], before
+    if not hasattr(config, "workerinput") and not config.getoption("collectonly"):
+        compile_kernels()  # once, not in each worker
     # A shell that runs the tests in the background makes them ignore Ctrl-C, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,10 +57,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ["MILLPOND_SHM"] = before
 
 
+def compile_kernels() -> None:
+    """Fill Numba's cache, in a process of its own: this one starts the workers."""
+    load = "from millpond.replay import kernels; kernels.request(); kernels.wait()"
+    subprocess.run([sys.executable, "-c", load], check=False, timeout=300)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What runs on Ray comes last, and all of it in one worker: a process can be connected to one cluster only, and
     dies silently when it is connected to one that goes."""
+    chosen = {"with": (True, False), "only": (True,), "without": (False,)}
+    ray, exhaustive = chosen[config.getoption("--ray")], chosen[config.getoption("--exhaustive")]
+    left_out = [
+        item
+        for item in items
+        if on_ray(item) not in ray or bool(list(item.iter_markers("exhaustive"))) not in exhaustive
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if on_ray(item):
             item.add_marker(pytest.mark.xdist_group("ray"))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 def clock(monkeypatch):
     """A clock that only variants move: `clock(name, seconds)` makes one; `seconds` may depend on the call's number."""
     now, calls = [0.0], []
+    monkeypatch.setattr(harness.gc, "collect", lambda: 0)  # takes long where many tests have run before
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
 
     def variant(name, seconds):

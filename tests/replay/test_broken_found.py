@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ from millpond.replay import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorStorage,
+    editing,
 )
+from millpond.replay.drawing import Generator
 from millpond.replay.state import REWRITES
 from millpond.shm.directory import shared_root
 from tests.replay.waits import until
@@ -559,3 +562,73 @@ def test_a_construction_that_fails_leaves_no_files(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidArgument, match="MILLPOND_TREE"):
         ReplayBuffer(10, sampler=PrioritizedSampler(), shared=True)
     assert set(shared_root().glob("millpond-*")) == before
+
+
+class MidRecovery(Generator):
+    """When the first numbers are drawn somebody else begins to mend the tree, which is empty for a moment."""
+
+    def __init__(self, rb: ReplayBuffer) -> None:
+        super().__init__(rb._works.engine.random.torch)
+        self.engine, self.calls, self.began = rb._works.engine, 0, threading.Event()
+        self.other = threading.Thread(target=self.mend)
+
+    def mend(self) -> None:
+        priorities = self.engine.priorities
+        assert priorities is not None
+        try:
+            self.engine.load()
+            before = priorities.tree.leaves.copy()
+            for leaves in (0.0, before):
+                priorities.tree.leaves[:] = leaves
+                priorities.tree.rebuild()
+                self.began.set()
+                time.sleep(0.1)
+        finally:
+            self.engine.control.mutex.unlock()
+
+    def uniform(self, n: int) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            self.other.start()
+            assert self.began.wait(10)
+        return super().uniform(n)
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_a_tree_that_is_mended_while_somebody_draws(stratified: bool) -> None:
+    with ReplayBuffer(10, sampler=PrioritizedSampler(stratified=stratified)) as rb:
+        rb.extend(numbers(5))
+        random = rb._works.engine.random = MidRecovery(rb)
+        assert len(rb.sample(4)) == 4
+        assert random.calls >= 2
+        random.other.join()
+
+
+def test_a_look_at_a_buffer_that_others_empty_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editing, "TRIES", 0)  # others were faster several times
+    with ReplayBuffer(10) as rb:
+        rb.extend(numbers(5))
+        control = rb._works.engine.control
+        before = control.peek()
+        rb.empty()
+        monkeypatch.setattr(control, "peek", lambda: list(before))
+        with pytest.raises(NotReady):
+            rb.peek(2)
+        assert not control.mutex.held()
+
+
+def test_moved_to_shared_memory_inside_unlimited() -> None:
+    with ReplayBuffer(10, flow=Flow(samples_per_insert=1.0)) as rb:
+        with rb.unlimited():
+            rb.extend(numbers(5))
+            rb.share()
+            rb.sample(3)
+        assert rb.stats()["samples_returned"] == 3
+        with pytest.raises(NotReady):
+            rb.sample(1)
+
+
+def test_closed_inside_unlimited() -> None:
+    rb = ReplayBuffer(10)
+    with rb.unlimited():
+        rb.close()

@@ -298,7 +298,9 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["again", "first time"])
+@pytest.mark.parametrize(
+    "first", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["again", "first time"]
+)
 def test_the_interpreter_may_end_in_the_middle_of_the_loading(tmp_path: Path, first: bool) -> None:
     """Also where nothing is in Numba's cache yet, so that it takes long."""
     ended = run("for _ in range(5): rb.sample(4)\n", **({"NUMBA_CACHE_DIR": str(tmp_path)} if first else {}))

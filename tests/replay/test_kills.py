@@ -10,8 +10,8 @@ KILLS = [
     ("fork", "overwrite", 10),
     ("fork", "prioritized", 8),
     ("fork", "fifo", 8),
-    ("fork", "fifo2", 6),
-    ("fork", "pool", 8),
+    pytest.param("fork", "fifo2", 6, marks=pytest.mark.exhaustive),
+    pytest.param("fork", "pool", 8, marks=pytest.mark.exhaustive),
     ("fork", "pool2", 6),
     ("fork", "epoch", 6),
     ("forkserver", "pool", 3),
@@ -19,7 +19,12 @@ KILLS = [
 ]
 
 
-SHORT = [("fork", "overwrite", 10), ("fork", "prioritized", 8), ("fork", "fifo", 8), ("spawn", "overwrite", 2)]
+SHORT = [
+    ("fork", "overwrite", 10),
+    ("fork", "prioritized", 8),
+    ("fork", "fifo", 8),
+    pytest.param("spawn", "overwrite", 2, marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.timeout(240)

@@ -191,7 +191,7 @@ def use(rb, first, kind):
 
 makers = [RandomSampler, PrioritizedSampler, lambda: ConsumingSampler(1)]
 sys.setswitchinterval(1e-5)
-for i in range(60):
+for i in range(24):
     rb = ReplayBuffer(1000, sampler=makers[i % 3](), schema=ROW, shared=i % 2 == 0)
     rb.extend(rows(0, 800))
     install(rb, kernels)
@@ -204,7 +204,7 @@ for i in range(60):
     for thread in threads:
         thread.join()
 assert not problems, problems
-assert calls[0] > 1000, calls
+assert calls[0] > 400, calls
 print("well")
 """
 

@@ -311,7 +311,8 @@ class ReplayBuffer:
         try:
             yield self
         finally:
-            self._works.engine.unlimited -= 1
+            if not self._works.closed:
+                self._works.engine.unlimited -= 1
 
     # ------------------------------------------------------------------ changing what is there
     def update_priority(self, index_or_sample: Any, priority: Any) -> int:

@@ -316,5 +316,6 @@ def moved_to_shared(old: Works) -> Works:
         engine.slots.bind(engine.memory.array, create=False)
         engine.sampler.bind(engine.memory.array)
         raise
+    new.engine.unlimited = engine.unlimited
     engine.let_go(storage=engine.storage is not storage)  # else the buffer would take twice its memory
     return new

@@ -94,6 +94,9 @@ class Editor:
             if attempt == TRIES:
                 try:
                     state = engine.load()
+                    engine.refuse_closed(state, "look", 0)
+                    if state[LIVE] == 0:
+                        raise NotReady("there is no item to look at")
                     slots, numbers = self._choose(state, choose, by_age)
                     return rows.gather(slots), slots, numbers
                 finally:

@@ -19,7 +19,7 @@ from millpond.core.schema import Key
 from millpond.replay.drawing import Draw, Floats, Ints, Items, Randomness, distinct
 from millpond.replay.samplers import made
 from millpond.replay.slots import successive
-from millpond.replay.sum_tree import SumTree
+from millpond.replay.sum_tree import NothingToDraw, SumTree
 
 
 class PrioritizedSampler:
@@ -83,17 +83,20 @@ class PrioritizedSampler:
         tree = self.tree
         if tree.count < (n if items.distinct else 1):
             return None
-        if items.distinct:
-            found = self._draw_distinct(n, random)
-            if found is None:
-                return None
-            slots, leaves = found, tree.leaf(found)
-        elif self.stratified:
-            mass = successive(0, n) + random.uniform(n)
-            mass *= tree.total / n
-            slots, leaves = tree.draw(mass)
-        else:
-            slots, leaves = tree.draw(random.uniform(n) * tree.total)
+        try:
+            if items.distinct:
+                found = self._draw_distinct(n, random)
+                if found is None:
+                    return None
+                slots, leaves = found, tree.leaf(found)
+            elif self.stratified:
+                mass = successive(0, n) + random.uniform(n)
+                mass *= tree.total / n
+                slots, leaves = tree.draw(mass)
+            else:
+                slots, leaves = tree.draw(random.uniform(n) * tree.total)
+        except NothingToDraw:  # without the lock: somebody empties the buffer, or mends the tree
+            return None
         with np.errstate(divide="ignore"):  # a leaf that became 0 meanwhile: its item left, and the draw is made again
             shares = np.minimum(tree.min_positive / leaves, 1.0)
         return Draw(slots, items.number(slots), self.weights(shares))

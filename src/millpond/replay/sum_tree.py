@@ -59,6 +59,10 @@ class _Engine(NamedTuple):
     rebuild: Callable[..., int]
 
 
+class NothingToDraw(InvalidArgument):
+    """All leaves are 0."""
+
+
 class SumTree:
     """A sum tree over ``capacity`` leaves in memory that the caller owns.
 
@@ -168,13 +172,13 @@ class SumTree:
             Slots, int64 ``[n]``, and the leaves there, float64 ``[n]``.
 
         Raises:
-            InvalidArgument: all leaves are 0.
+            NothingToDraw: all leaves are 0.
         """
         mass = _vector(mass, np.float64, "mass")
         slots, leaves = np.empty(mass.size, np.int64), np.empty(mass.size)
         if mass.size:
             if not self._tree[self._root] > 0.0:
-                raise InvalidArgument("nothing can be drawn: every leaf of the sum tree is 0")
+                raise NothingToDraw("nothing can be drawn: every leaf of the sum tree is 0")
             (self._loaded or self._engine()).draw(*self.arguments, mass, leaves, slots)
         return slots, leaves
 

@@ -95,6 +95,9 @@ class Taker:
                         continue
                     block = Block(f"{engine.sampler!r} cannot draw {n} items now", "inserts")
                 if not wait:
+                    if tries < TRIES and not engine.always_ready and not self._blocked(n):
+                        tries += 1  # the sampler was asked while somebody changed what it goes by
+                        continue
                     raise NotReady(engine.explain_block("sample", n, block))
                 waiting = waiting or self._wait(n, timeout, cancel)
                 if waiting.timeout == 0:
@@ -120,6 +123,13 @@ class Taker:
                     waiting.leave()
                 finally:  # once more: Ctrl-C may come on the way in
                     waiting.leave()
+
+    def _blocked(self, n: int) -> bool:
+        """The same once more, where nobody changes anything."""
+        try:
+            return self._engine.sample_block(self._engine.load(), n, locked=True) is not None
+        finally:
+            self._engine.control.mutex.unlock()
 
     def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
         return Wait(self._engine.memory, f"sample({n})", CONSUMER, n, timeout, cancel)

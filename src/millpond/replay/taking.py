@@ -95,7 +95,7 @@ class Taker:
                         continue
                     block = Block(f"{engine.sampler!r} cannot draw {n} items now", "inserts")
                 if not wait:
-                    if tries < TRIES and not engine.always_ready and not self._blocked(n):
+                    if tries < TRIES and engine.rows is not None and not engine.always_ready and not self._blocked(n):
                         tries += 1  # the sampler was asked while somebody changed what it goes by
                         continue
                     raise NotReady(engine.explain_block("sample", n, block))

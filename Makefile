@@ -41,12 +41,13 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## Train a policy on MuJoCo physics for about three minutes and show what it learned
 	$(BIN)/millpond train $(TRAIN)
 
-# A process that was connected to Ray is not fit for anything else, so what needs Ray has one of its own. 5: no such test.
+# A process that was connected to Ray is not fit for anything else, so what needs Ray has one of its own; it waits most of
+# the time, and goes first when it does not. Status 5: there was no such test.
 test: $(STAMP)  ## Run the tests, JOBS of them at a time beside those that need Ray (TEST="-k name" for some of them)
-	@trap 'kill $$ray 2> /dev/null' EXIT; \
-	$(BIN)/python -m pytest --ray only $(TEST) > $(VENV)/ray-tests.log 2>&1 & ray=$$!; \
-	$(BIN)/python -m pytest --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST); others=$$?; \
-	wait $$ray; ray=$$?; cat $(VENV)/ray-tests.log; \
+	@$(BIN)/python -m pytest --ray only $(TEST) > $(VENV)/ray-tests.log 2>&1 & beside=$$!; \
+	trap 'kill -INT $$beside 2> /dev/null' INT TERM; \
+	nice -n 5 $(BIN)/python -m pytest --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST); others=$$?; \
+	wait $$beside; ray=$$?; cat $(VENV)/ray-tests.log; \
 	echo "exit status: $$others, and $$ray of what needs Ray"; \
 	test $$others -eq 0 -o $$others -eq 5 && test $$ray -eq 0 -o $$ray -eq 5
 

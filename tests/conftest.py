@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     root = before or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     os.environ["MILLPOND_SHM"] = tempfile.mkdtemp(prefix=f"tests-of-millpond-{os.getpid()}-", dir=root)
     config.stash[segments] = os.environ["MILLPOND_SHM"], before
-    if not hasattr(config, "workerinput") and not config.getoption("collectonly"):
+    if not hasattr(config, "workerinput") and config.getoption("--ray") != "only":
         compile_kernels()  # once, not in each worker
     # A shell that runs the tests in the background makes them ignore Ctrl-C, and with them every process they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,6 +21,7 @@ from millpond.collect import MultiCollector
 from millpond.replay import ReplayBuffer
 from millpond.shm.mapped import remove_directory
 from millpond.shm.reaper import leftovers
+from tests.alike import usually
 
 PATIENCE_S = 60.0
 
@@ -144,7 +145,7 @@ collector.wait(timeout=60)
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", usually(["forkserver", "spawn"], "forkserver"))
 def test_a_script_without_a_main_guard_is_told_so_and_leaves_nothing(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED.format(method))

@@ -14,6 +14,7 @@ from policies import Waver
 from millpond.collect import Collector, FrameBudget, MultiCollector
 from millpond.replay import ReplayBuffer
 from millpond.weights import WeightBoard
+from tests.alike import usually
 from tests.replay.interrupts import Interrupt, interrupted
 
 FRAMES = 6
@@ -39,7 +40,11 @@ def check(batch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "layout", "into"),
-    [("NextStep", "transitions", "hands"), ("SameStep", "sequences", "replay"), ("Disabled", "transitions", "replay")],
+    [
+        ("NextStep", "transitions", "hands"),
+        pytest.param("SameStep", "sequences", "replay", marks=pytest.mark.exhaustive),
+        pytest.param("Disabled", "transitions", "replay", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_interrupted_anywhere_a_collector_goes_on(mode: str, layout: Any, into: str) -> None:
     policy = Waver()
@@ -113,7 +118,7 @@ def test_an_environment_that_raised_begins_anew() -> None:
 PARTS = [f"collect/{name}.py" for name in ("team", "harvest", "supervisor", "budget")]
 
 
-@pytest.mark.parametrize("how", ["ahead", "rounds", "rounds into replay"])
+@pytest.mark.parametrize("how", usually(["ahead", "rounds", "rounds into replay"], "ahead"))
 def test_interrupted_anywhere_a_collector_of_processes_goes_on(how: str) -> None:
     total = 2000 if how == "ahead" else 3000
     rb = ReplayBuffer(total) if "replay" in how else None

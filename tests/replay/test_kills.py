@@ -12,10 +12,10 @@ KILLS = [
     ("fork", "fifo", 8),
     pytest.param("fork", "fifo2", 6, marks=pytest.mark.exhaustive),
     pytest.param("fork", "pool", 8, marks=pytest.mark.exhaustive),
-    ("fork", "pool2", 6),
+    pytest.param("fork", "pool2", 6, marks=pytest.mark.exhaustive),
     ("fork", "epoch", 6),
     ("forkserver", "pool", 3),
-    ("spawn", "overwrite", 2),
+    ("spawn", "overwrite", 1),
 ]
 
 

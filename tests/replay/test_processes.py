@@ -27,6 +27,7 @@ from millpond.replay import (
     SamplerWithoutReplacement,
 )
 from millpond.shm.reaper import reap
+from tests.alike import usually
 
 METHODS = ["fork", "spawn", "forkserver"]
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -118,7 +119,7 @@ def others() -> Iterator[Callable[..., Other]]:
 
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", usually(METHODS, "fork", "forkserver"))
 def test_every_way_of_starting_a_process(method: str, name: str, others: Any) -> None:
     """proc-9: what one process writes, another samples; the schema binds wherever the first write happens."""
     with ReplayBuffer(100, sampler=SAMPLERS[name](), shared=True, seed=0) as rb:

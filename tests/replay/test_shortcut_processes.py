@@ -26,6 +26,7 @@ from millpond.core.errors import BufferClosed, DeadlineExceeded
 from millpond.replay import ConsumingSampler, PrioritizedSampler, RandomSampler
 from millpond.replay import state as words
 from millpond.replay.shortcut import NoShortcut
+from tests.alike import usually
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "uniform": lambda: {"sampler": RandomSampler()},
@@ -135,7 +136,7 @@ rb.close()
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usually(KINDS, "uniform"))
 def test_in_a_process_that_attached(kind: str, tmp_path: Path) -> None:
     compiled()
     with ReplayBuffer(100, schema=ROW, shared=True, **KINDS[kind]()) as rb:

@@ -53,6 +53,7 @@ test: $(STAMP)  ## Run the tests, JOBS of them at a time beside those that need 
 
 test-exhaustive: $(STAMP)  ## Run the many alike cases that `make test` leaves out
 	$(BIN)/python -m pytest --exhaustive only --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST)
+	$(BIN)/python -m pytest --exhaustive only --ray only $(TEST)
 
 check: lint types contracts docs  ## All of the next four; with make -k also after one has failed
 

@@ -138,7 +138,9 @@ def test_batches_come_from_whichever_worker_has_one() -> None:
     with MultiCollector(
         [Diary, lambda: Diary(5)], Waver(), num_workers=2, frames_per_batch=30, num_envs=2, total_frames=1000
     ) as collector:
-        batches = [batch for batch in collector if batch is not None]
+        batches = [next(collector)]
+        until(lambda: states(collector) == {"waiting"}, collector)  # both run ahead by a batch or two
+        batches += [batch for batch in collector if batch is not None]
         assert collector.collected_frames == 1000
         assert collector.written_frames == 0
     together: Any = torch.cat(batches)  # type: ignore[arg-type]

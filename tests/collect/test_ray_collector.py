@@ -123,6 +123,7 @@ def test_batches_are_handed_over_and_another_collector_goes_on(cluster: Any) -> 
     assert no_frame_twice(frames)
 
 
+@pytest.mark.exhaustive
 def test_rounds_have_one_version_from_all_actors(cluster: Any) -> None:
     module = Constant(0.0)
     with (
@@ -149,6 +150,7 @@ def test_rounds_have_one_version_from_all_actors(cluster: Any) -> None:
         assert [worker["frames"] for worker in collector.stats()["workers"]] == [50, 50]
 
 
+@pytest.mark.exhaustive
 def test_on_another_host_weights_and_frames_take_other_ways(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case rem-2: the actor that is killed writes through the network to an owner elsewhere."""
     from millpond.remote import RayReplayBuffer

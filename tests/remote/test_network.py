@@ -123,6 +123,7 @@ def test_a_cable_that_is_cut_within_a_transfer(network, child, client):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.exhaustive
 def test_a_node_of_ray_s_in_another_network(network, cluster, node):
     """``auto`` on two hosts: shared memory would work, for both are this machine; the hosts' names say otherwise."""
     within = ("ip", "netns", "exec", network.namespace)

@@ -15,7 +15,7 @@ KILLS = [
     pytest.param("fork", "pool2", 6, marks=pytest.mark.exhaustive),
     ("fork", "epoch", 6),
     ("forkserver", "pool", 3),
-    ("spawn", "overwrite", 1),
+    pytest.param("spawn", "overwrite", 2, marks=pytest.mark.exhaustive),
 ]
 
 

@@ -155,6 +155,7 @@ def test_ctrl_c_once_saves_a_checkpoint_and_ends_cleanly(tmp_path: Path, command
     assert resume(path, f"total_frames={told['collected_frames'] + 100}").status == "completed"
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_twice_ends_at_once_and_leaves_the_last_checkpoint(
     tmp_path: Path, command: Callable[..., subprocess.Popen[str]]
 ):

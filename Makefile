@@ -18,7 +18,7 @@ STAMP := $(VENV)/installed.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-exhaustive check lint types contracts docs format bench clean
+.PHONY: help install train test test-exhaustive test-exhaustive-ray check lint types contracts docs format bench clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -53,6 +53,8 @@ test: $(STAMP)  ## Run the tests, JOBS of them at a time beside those that need 
 
 test-exhaustive: $(STAMP)  ## Run the many alike cases that `make test` leaves out
 	$(BIN)/python -m pytest --exhaustive only --ray without --numprocesses $(JOBS) --dist loadgroup $(TEST)
+
+test-exhaustive-ray: $(STAMP)  ## The same for what needs Ray
 	$(BIN)/python -m pytest --exhaustive only --ray only $(TEST)
 
 check: lint types contracts docs  ## All of the next four; with make -k also after one has failed

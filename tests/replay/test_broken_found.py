@@ -632,3 +632,31 @@ def test_closed_inside_unlimited() -> None:
     rb = ReplayBuffer(10)
     with rb.unlimited():
         rb.close()
+
+
+class Confused(RandomSampler):
+    """Fails over what somebody else changes while it looks."""
+
+    def __init__(self, others: Any) -> None:
+        self.others, self.failures = others, 0
+
+    def draw(self, items: Any, n: int, random: Any) -> Any:
+        if self.failures < 2:
+            self.failures += 1
+            self.others()
+            raise ValueError("negative dimensions are not allowed")
+        return super().draw(items, n, random)
+
+
+def test_a_draw_that_fails_over_what_others_change_is_made_again() -> None:
+    with ReplayBuffer(50, sampler=Confused(lambda: rb.extend(numbers(3)))) as rb:
+        rb.extend(numbers(5))
+        assert len(rb.sample(4)) == 4
+
+
+def test_a_draw_that_fails_by_itself_is_an_error() -> None:
+    with ReplayBuffer(50, sampler=Confused(lambda: None)) as rb:
+        rb.extend(numbers(5))
+        with pytest.raises(ValueError, match="negative"):
+            rb.sample(4)
+        assert not rb._works.engine.control.mutex.held()

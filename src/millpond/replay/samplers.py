@@ -169,6 +169,8 @@ class ConsumingSampler:
         missing, upper = n, state[LIVE]
         for times in range(self.n):  # those delivered exactly this often: positions [lower, upper)
             lower = queue.delivered(state, times + 1)
+            if lower > upper:
+                return None  # without the lock: somebody counts deliveries meanwhile
             take = min(missing, upper - lower)
             parts.append(successive(lower, take))
             missing -= take

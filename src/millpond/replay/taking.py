@@ -141,7 +141,12 @@ class Taker:
         assert stored is not None
         if state[REDO]:
             return None  # committed, but not yet applied: the slots' arrays are older than the state
-        draw = engine.sampler.draw(engine.view(state), n, engine.random)
+        try:
+            draw = engine.sampler.draw(engine.view(state), n, engine.random)
+        except Exception:
+            if engine.control.peek() != state:
+                return None  # what it read was changed meanwhile
+            raise
         if draw is None or not self._sound(draw):
             return None
         if tray is not None and (draw.extra or len(draw.slots) != n or not stored.raw):

@@ -84,9 +84,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def on_ray(item: pytest.Item) -> bool:
-    """Does this test need ``ray_session``, by its fixtures or as one of several ways?"""
+    """Does this test need ``ray_session``, by its fixtures or as one of several ways, or a cluster of its own?"""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return "ray_session" in getattr(item, "fixturenames", ()) or parameters.get("way") == "ray"
+    needed = "ray_session" in getattr(item, "fixturenames", ()) or parameters.get("way") == "ray"
+    return needed or item.get_closest_marker("ray") is not None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -363,6 +363,7 @@ def short_directory() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.leaks(reason="the clusters of the child processes end with them, not with the test")
+@pytest.mark.ray
 @pytest.mark.exhaustive
 def test_a_cluster_of_one_s_own_is_quiet_and_leaves_nothing(tmp_path, short_directory):
     """Dashboard, usage statistics and log noise are off; at the end of the program everything is gone."""

@@ -1,7 +1,7 @@
 """Loads what Numba compiles, beside the program: whoever samples or writes meanwhile goes on in the ordinary way.
 
 Loading takes half a second; the first time on a machine, when nothing is in Numba's cache yet, some ten. No call waits
-for that, so no timeout is missed by it.
+for that, so no timeout is missed by it. Only a fork in the middle of it waits, and the end of the interpreter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Writer`, `Taker` and `Editor` ask here first. What is not usual gets None for an answer, nothing was changed, and they
 do it their way, as they do everything where there is no Numba. Usual is: a buffer in memory of this host that keeps the
-order of writing, with robust locks, without watermarks and without a ratio; and a lock that is free, or soon is.
+order of writing, with robust locks and without watermarks; and a lock that is free, or soon is.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Collector:
 
         Raises:
             DeadlineExceeded: not within ``timeout`` seconds; it still pauses, and ``resume()`` works.
-            WorkerFailed: collecting failed.
+            WorkerFailed, InvalidArgument: collecting failed.
         """
         check_timeout(timeout)
         if self._background is not None:

@@ -82,6 +82,7 @@ class Ahead:
         timeout: float | None = None,
         cancel: Any = None,
         prepare: Callable[[int], Tray | None] | None = None,
+        asked: bool = False,
     ) -> Taken:
         """A batch of n, of what is there or drawn now; then draw ahead. As `Taker.take` else.
 
@@ -89,7 +90,7 @@ class Ahead:
         cut and joined to fit instead; and whatever is raised, none of it is lost.
         """
         if self.idle and not self.limit:
-            return self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare)
+            return self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare, asked=asked)
         given: Given = []
         try:
             self._serve(n, wait, timeout, cancel, given)

@@ -217,7 +217,9 @@ class ReplayBuffer:
             check_cancel(cancel_event)
         works = self._works
         plain = works.plain and not return_info
-        if plain and not works.rules.prefetch and cancel_event is None and works.ahead.idle:
+        cancelled = cancel_event is not None and cancel_event.is_set()
+        asked = plain and not works.rules.prefetch and not cancelled and works.ahead.idle
+        if asked:
             picked = works.engine.shortcut.sample(n)
             if picked is not None:
                 try:
@@ -226,7 +228,7 @@ class ReplayBuffer:
                     works.ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
                     raise
         prepare = works.tray if plain else None
-        taken = works.ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare)
+        taken = works.ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare, asked=asked)
         if taken.data is not None:
             return taken.data
         try:

@@ -61,11 +61,13 @@ class Taker:
         cancel: Any = None,
         ahead: bool = False,
         prepare: Callable[[int], Tray | None] | None = None,
+        asked: bool = False,
     ) -> Taken:
         """Draw, gather, count and consume n items as one step. ``ahead`` reserves them for later delivery.
 
         Whoever must wait calls ``prepare`` before sleeping: what can be made then delays nobody after the wake-up,
-        when the processor's caches are cold and every step takes several times as long.
+        when the processor's caches are cold and every step takes several times as long. ``asked``: the caller has just
+        asked the shortcut in vain.
 
         Raises:
             NotReady: they cannot be had now, and ``wait`` is False.
@@ -77,7 +79,7 @@ class Taker:
         tries, tray = 0, None
         try:
             while True:
-                picked = None if ahead else engine.shortcut.sample(n, tray)
+                picked = None if ahead or asked else engine.shortcut.sample(n, tray)
                 if picked is not None:
                     return picked.taken()
                 state = engine.control.peek()
@@ -116,7 +118,7 @@ class Taker:
                 if tray is None and prepare is not None:
                     tray = prepare(n)
                 waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))
-                tries = 0
+                tries, asked = 0, False
         finally:
             if waiting is not None:
                 try:

@@ -328,7 +328,8 @@ def test_a_worker_that_waits_for_space_pauses_and_keeps_its_batch() -> None:
         MultiCollector(Diary, num_workers=2, frames_per_batch=10, replay=rb, total_frames=60) as collector,
     ):
         collector.start()
-        until(lambda: states(collector) == {"writing"} and len(rb) == 30, collector)
+        until(lambda: rb.stats()["waiting_producers"] == 2 and len(rb) == 30, collector)
+        assert states(collector) == {"writing"}
         collector.pause(timeout=PATIENCE_S)
         assert (rb.write_count, collector.collected_frames) == (30, 30)
         assert collector.stats()["reserved_frames"] == 20

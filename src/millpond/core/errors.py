@@ -3,6 +3,7 @@
 MillpondError
 ├── InvalidArgument (ValueError)      a value that no call can accept; nothing was changed
 │   ├── InvalidType (TypeError)       a value of the wrong type
+│   ├── OutOfRange (IndexError)       an index or a mask of items that are not there
 │   ├── SchemaMismatch                data that does not fit the bound schema, with the field named
 │   ├── Unsatisfiable                 no wait could help: fix the sizes or the limits
 │   ├── NonFinite                     NaN or infinity where the caller asked that they be refused
@@ -33,6 +34,10 @@ class InvalidArgument(MillpondError, ValueError):
 
 class InvalidType(InvalidArgument, TypeError):
     """A value of the wrong type. Nothing was changed."""
+
+
+class OutOfRange(InvalidArgument, IndexError):
+    """An index, or a mask, of items that are not there."""
 
 
 class SchemaMismatch(InvalidArgument):

@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import json
 import math
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,32 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
+from millpond.core.intake import NUMPY_OF, described, key_of, leaves_of, name_of, scalar_as, tensor_of
+from millpond.core.intake import Batch as Batch
+from millpond.core.intake import Key as Key
 
-Key = tuple[str, ...]
-Batch = Any  # a TensorDict, a nested mapping of tensors or arrays, or one tensor or array
-
-_NUMPY_OF: dict[torch.dtype, np.dtype[Any]] = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.uint16: np.dtype(np.uint16),
-    torch.int32: np.dtype(np.int32),
-    torch.uint32: np.dtype(np.uint32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint64: np.dtype(np.uint64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.complex64: np.dtype(np.complex64),
-    torch.complex128: np.dtype(np.complex128),
-}
-_TORCH_OF = {array: tensor for tensor, array in _NUMPY_OF.items()}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NUMPY_OF, torch.bfloat16)}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NUMPY_OF, torch.bfloat16)}
 _FORMAT = 1
+_SCALAR = "one value without a leading dimension is no batch: add() takes one item, extend() several"
 FEW = 32  # items up to which NumPy copies them faster than torch, above all just after a sleep
 
 
@@ -71,7 +54,7 @@ class Field:
     @property
     def name(self) -> str:
         """The key as people write it: ``next/reward``."""
-        return "/".join(self.key) or "(the tensor)"
+        return name_of(self.key)
 
     def describe(self) -> str:
         """Type and shape of one item, for messages."""
@@ -90,7 +73,7 @@ class Schema:
 
     def __init__(self, fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]]) -> None:
         wanted = sorted(
-            ((_key(key), dtype, tuple(int(n) for n in shape)) for key, (dtype, shape) in fields.items()),
+            ((key_of(key), dtype, tuple(int(n) for n in shape)) for key, (dtype, shape) in fields.items()),
             key=lambda field: (-_itemsize(field), str(field[1]), field[0]),
         )
         if not wanted:
@@ -110,7 +93,7 @@ class Schema:
         self.row_nbytes = max(word, -(-offset // word) * word)
         self.plain = self.fields[0].key == ()
         self.by_key: dict[Key, Field] = {field.key: field for field in self.fields}
-        self._parts = [(f, f.shape, _NUMPY_OF.get(f.dtype)) for f in self.fields]
+        self._parts = [(f, f.shape, NUMPY_OF.get(f.dtype)) for f in self.fields]
         self._groups_of_keys, places, self._group_numbers = _places(self.fields)
         self._plan(places)
         self._tree = _nest({f.key: i for i, f in enumerate(self.fields)})
@@ -128,21 +111,20 @@ class Schema:
             InvalidType: a field that is no array of numbers, by name.
             InvalidArgument: fields without or with different leading dimensions.
         """
-        leaves = dict(leaves_of(batch))
-        fields = {}
-        for key, value in leaves.items():
-            tensor = tensor_of(key, value)
+        tensors = {key: tensor_of(key, value) for key, value in leaves_of(batch).items()}
+        size: int | None = None
+        for key, tensor in tensors.items():
             if tensor.ndim == 0:
-                raise InvalidArgument(f"{_name(key)}: a batch needs a leading dimension, this is a scalar")
-            fields[key] = (tensor.dtype, tuple(tensor.shape[1:]))
-        schema = cls(fields)
-        schema.count(batch)
-        return schema
+                raise InvalidArgument(f"{name_of(key)}: {_SCALAR}")
+            if size not in (None, len(tensor)):
+                raise SchemaMismatch(f"{name_of(key)}: expected {size} items, got shape {list(tensor.shape)}")
+            size = len(tensor)
+        return cls({key: (tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in tensors.items()})
 
     @classmethod
     def from_item(cls, item: Batch) -> Schema:
         """The schema of one item. Raises ``InvalidType`` as `from_example` does."""
-        tensors = {key: tensor_of(key, value) for key, value in leaves_of(item)}
+        tensors = {key: tensor_of(key, value) for key, value in leaves_of(item).items()}
         return cls({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()})
 
     def to_json(self) -> str:
@@ -192,18 +174,6 @@ class Schema:
         return "; ".join(words)
 
     # ------------------------------------------------------------------ packing
-    def count(self, batch: Batch) -> int:
-        """Items in a batch of this schema. Raises ``SchemaMismatch`` where its fields differ in length."""
-        size: int | None = None
-        for key, value in leaves_of(batch):
-            shape = value.shape if hasattr(value, "shape") else np.shape(value)
-            if len(shape) == 0 or (size is not None and shape[0] != size):
-                raise SchemaMismatch(f"{_name(key)}: expected {size} items, got shape {tuple(shape)}")
-            size = int(shape[0])
-        if size is None:
-            raise SchemaMismatch(f"no field at all; expected {self._names()}")
-        return size
-
     def pack(self, batch: Batch) -> torch.Tensor:
         """One copy of ``batch`` as rows, ``uint8[B, row_nbytes]``; padding is zero.
 
@@ -223,20 +193,35 @@ class Schema:
         """
         size, tensors = -1, []
         for field, value in zip(self.fields, self._values(batch), strict=True):
-            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-                value = self._from_array(field, value)
-            shape = value.shape
+            if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.is_cpu:
+                value = tensor_of(field.key, value, field.dtype)
+            try:
+                shape = value.shape
+            except RuntimeError:  # a nested tensor has none
+                shape = tensor_of(field.key, value).shape
             if value.dtype is not field.dtype or shape[1:] != field.shape or not shape:
-                raise SchemaMismatch(
-                    f"{field.name}: expected {field.describe()} for each item, got "
-                    f"{str(value.dtype).removeprefix('torch.')}{list(shape[1:])} (batch of shape {list(shape)})"
-                )
+                self._refuse(field, value)
             if shape[0] != size:
                 if size >= 0:
                     raise SchemaMismatch(f"{field.name}: {shape[0]} items, but {self.fields[0].name} has {size}")
                 size = shape[0]
             tensors.append(value)
         return tensors
+
+    def check_patch(self, patch: Batch, n: int) -> dict[Key, torch.Tensor]:
+        """Some fields of n items, each of the bound type and shape. Raises ``SchemaMismatch`` as `pack` does."""
+        fields = {}
+        for key, value in leaves_of(patch).items():
+            field = self.by_key.get(key)
+            if field is None:
+                raise SchemaMismatch(f"{name_of(key)} is unknown. The bound fields are {self._names()}")
+            tensor = tensor_of(key, value, field.dtype)
+            if tensor.dtype is not field.dtype or tuple(tensor.shape) != (n, *field.shape):
+                raise SchemaMismatch(
+                    f"{field.name}: expected {field.describe()} for each of {n} items, got {described(tensor)}"
+                )
+            fields[key] = tensor.detach()
+        return fields
 
     def pack_item(self, item: Batch) -> torch.Tensor:
         """One item as a row, ``uint8[1, row_nbytes]``. Raises ``SchemaMismatch`` as `pack` does."""
@@ -248,8 +233,8 @@ class Schema:
         """`pack_item` into memory that is there already."""
         values = self._values(item)
         if staging.views is None:
-            tensors = [tensor_of(f.key, value)[None] for f, value in zip(self.fields, values, strict=True)]
-            staging.fill(self.check(_nest(dict(zip(self.by_key, tensors, strict=True)))))
+            tensors = [self._item_tensor(f, value)[None] for f, value in zip(self.fields, values, strict=True)]
+            staging.fill(tensors)
             return
         for (field, shape, dtype), view, value in zip(self._parts, staging.views, values, strict=True):
             if type(value) is not np.ndarray or value.shape != shape or value.dtype is not dtype:
@@ -289,7 +274,7 @@ class Schema:
         """Put an extra field into its group, which must be one of the schema's."""
         place = self._group_numbers.get(key[:-1])
         if place is None:
-            raise SchemaMismatch(f"{_name(key)}: the items have no group {_name(key[:-1])}")
+            raise SchemaMismatch(f"{name_of(key)}: the items have no group {name_of(key[:-1])}")
         places[place][key[-1]] = value
 
     def column(self, rows: torch.Tensor, key: Key) -> torch.Tensor:
@@ -306,8 +291,8 @@ class Schema:
         values: list[Any] = [None] * len(self.fields)
         if not self.plain and _fetch(self._tree, batch, values):
             return values
-        leaves = _collect(batch)
-        if len(leaves) != len(self.fields) or leaves.keys() != self.by_key.keys():
+        leaves = leaves_of(batch)
+        if leaves.keys() != self.by_key.keys():
             self._refuse_keys(leaves)
         return [leaves[field.key] for field in self.fields]
 
@@ -353,34 +338,36 @@ class Schema:
 
     def _refuse_keys(self, leaves: Mapping[Key, Any]) -> None:
         missing = [f.name for f in self.fields if f.key not in leaves]
-        unknown = [_name(key) for key in leaves if key not in self.by_key]
+        unknown = [name_of(key) for key in leaves if key not in self.by_key]
         words = ([f"missing: {', '.join(missing)}"] if missing else []) + (
             [f"unknown: {', '.join(unknown)}"] if unknown else []
         )
         raise SchemaMismatch(f"{'; '.join(words)}. The bound fields are {self._names()}")
 
-    def _from_array(self, field: Field, value: Any) -> torch.Tensor:
-        tensor = tensor_of(field.key, value)
-        if tensor.dtype is torch.float64 and field.dtype is torch.float32:
-            return tensor.to(torch.float32)
+    def _refuse(self, field: Field, value: torch.Tensor) -> None:
+        """Raises ``SchemaMismatch`` for one field of a batch."""
+        if value.ndim == 0:
+            raise SchemaMismatch(f"{field.name}: {_SCALAR}")
+        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        advice = ": add() takes one item" if tuple(shape) == field.shape else ""
+        raise SchemaMismatch(
+            f"{field.name}: expected {field.describe()} for each item, got {dtype}{shape[1:]} "
+            f"(batch of shape {shape}){advice}"
+        )
+
+    def _item_tensor(self, field: Field, value: Any) -> torch.Tensor:
+        tensor = tensor_of(field.key, value, field.dtype)
+        if tensor.dtype is not field.dtype or tuple(tensor.shape) != field.shape:
+            advice = ": extend() takes a batch" if tuple(tensor.shape[1:]) == field.shape and tensor.ndim else ""
+            raise SchemaMismatch(f"{field.name}: expected {field.describe()}, got {described(tensor)}{advice}")
         return tensor
 
     def _item_array(self, field: Field, value: Any) -> np.ndarray[Any, Any]:
-        wanted = _NUMPY_OF[field.dtype]
-        if type(value) in (bool, int, float, complex) and field.shape == ():
-            kinds = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "c": (int, float, complex)}
-            if type(value) in kinds[wanted.kind]:
-                try:
-                    return np.asarray(value, wanted)
-                except OverflowError as problem:
-                    raise SchemaMismatch(f"{field.name}: {value} does not fit {field.describe()}") from problem
-        tensor = self._from_array(field, value)
-        if tensor.dtype is not field.dtype or tuple(tensor.shape) != field.shape:
-            raise SchemaMismatch(
-                f"{field.name}: expected {field.describe()}, got "
-                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            )
-        array: np.ndarray[Any, Any] = tensor.numpy(force=True)
+        if type(value) in (bool, int, float) and field.shape == ():
+            scalar = scalar_as(value, NUMPY_OF[field.dtype])
+            if scalar is not None:
+                return scalar
+        array: np.ndarray[Any, Any] = self._item_tensor(field, value).numpy(force=True)
         return array
 
 
@@ -390,7 +377,7 @@ class Staging:
     def __init__(self, schema: Schema, n: int) -> None:
         self.rows = torch.zeros((n, schema.row_nbytes), dtype=torch.uint8)
         self.columns = schema._columns(self.rows)
-        few = 0 < n <= FEW and all(f.dtype in _NUMPY_OF for f in schema.fields)
+        few = 0 < n <= FEW and all(f.dtype in NUMPY_OF for f in schema.fields)
         self._arrays = [column.numpy() for column in self.columns] if few else None
         self.views = [array[0, ...] for array in self._arrays] if self._arrays and n == 1 else None  # of the one item
 
@@ -440,56 +427,18 @@ def _places(fields: Sequence[Field]) -> tuple[list[tuple[int, str]], list[tuple[
 def _itemsize(field: tuple[Key, torch.dtype, tuple[int, ...]]) -> int:
     key, dtype, shape = field
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        raise InvalidType(f"{_name(key)}: {dtype} cannot be stored; known types are {', '.join(_DTYPES)}")
+        raise InvalidType(f"{name_of(key)}: {dtype} cannot be stored; known types are {', '.join(_DTYPES)}")
     if any(n < 0 for n in shape):
-        raise InvalidArgument(f"{_name(key)}: negative size in shape {shape}")
+        raise InvalidArgument(f"{name_of(key)}: negative size in shape {shape}")
     return dtype.itemsize
-
-
-def _key(key: Any) -> Key:
-    parts = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, (tuple, list)) else None
-    if parts is None or not all(isinstance(part, str) and part for part in parts):
-        raise InvalidType(f"a key is a string or a tuple of strings, not {key!r}")
-    return parts
-
-
-def _name(key: Key) -> str:
-    return "/".join(key) or "(the tensor)"
-
-
-def leaves_of(batch: Batch, prefix: Key = ()) -> Iterable[tuple[Key, Any]]:
-    """Keys and values of nested mappings, depth first."""
-    if isinstance(batch, (TensorDictBase, Mapping)):
-        for key, value in batch.items():
-            yield from leaves_of(value, prefix + _key(key))
-    else:
-        yield prefix, batch
-
-
-def _collect(batch: Batch) -> dict[Key, Any]:
-    """`_leaves` as a dict, with a short way for the usual two levels of a TensorDict."""
-    found: dict[Key, Any] = {}
-    if isinstance(batch, (TensorDictBase, Mapping)):
-        for key, value in batch.items():
-            if isinstance(value, (torch.Tensor, np.ndarray)) and type(key) is str:
-                found[(key,)] = value
-            else:
-                for inner, leaf in leaves_of(value, _key(key)):
-                    if inner in found:
-                        raise SchemaMismatch(f"{_name(inner)} is given twice")
-                    found[inner] = leaf
-    else:
-        found[()] = batch
-    return found
 
 
 def _fetch(tree: dict[str, Any], batch: Batch, values: list[Any]) -> bool:
     """Fill ``values`` from a batch that is nested as ``tree`` is; False where it is not."""
-    if type(batch) is not dict:  # the usual one first: the other two tests are slow
-        if isinstance(batch, TensorDictBase):
-            batch = dict(batch.items())
-        elif not isinstance(batch, Mapping):
+    if type(batch) is not dict:
+        if type(batch) is not TensorDict:  # others may hold more than they show: `leaves_of` knows
             return False
+        batch = dict(batch.items())
     if len(batch) != len(tree):
         return False
     for name, place in tree.items():
@@ -514,30 +463,3 @@ def _nest(leaves: Mapping[Key, Any]) -> Any:
             place = place.setdefault(part, {})
         place[key[-1]] = value
     return root
-
-
-def tensor_of(key: Key, value: Any) -> torch.Tensor:
-    """A tensor of ``value``'s own type. Raises ``InvalidType`` where it holds no numbers."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
-            raise InvalidType(f"{_name(key)}: only dense tensors can be stored, not {value.layout}")
-        if value.is_meta:
-            raise InvalidType(f"{_name(key)}: a tensor on the device 'meta' holds no numbers")
-        return value
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype not in _TORCH_OF:
-            native = array.dtype.newbyteorder("=")
-            if native not in _TORCH_OF:
-                raise InvalidType(f"{_name(key)}: {array.dtype} cannot be stored, only numbers and booleans can")
-            array = array.astype(native)
-        if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-            array = array.copy()  # torch has neither read-only memory nor negative strides
-        return torch.from_numpy(array)
-    if isinstance(value, numbers.Number | list | tuple) and not isinstance(value, str):
-        plain: Any = value
-        try:
-            return torch.as_tensor(plain, dtype=torch.float32 if type(plain) is float else None)
-        except (TypeError, ValueError, RuntimeError) as problem:
-            raise InvalidType(f"{_name(key)}: {value!r:.60} cannot be stored: {problem}") from problem
-    raise InvalidType(f"{_name(key)}: a {type(value).__name__} cannot be stored, only tensors, arrays and numbers can")

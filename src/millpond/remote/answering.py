@@ -181,11 +181,8 @@ class Answers:
 
     def _pick(self, asked: Message) -> Message:
         which: Any = asked.tensors.get("which")
-        if which is None:
-            which = asked.fields["which"]
-            which = slice(*which) if isinstance(which, list) else which
-        rows, single = self._packed.pick(which)
-        return Message("done", fields={"single": single}, tensors={"rows": rows})
+        rows, shape = self._packed.pick(slice(*asked.fields["slice"]) if which is None else which)
+        return Message("done", fields={"shape": list(shape)}, tensors={"rows": rows})
 
     def _give_back(self, asked: Message) -> Message:
         fields, tensors = asked.fields, asked.tensors

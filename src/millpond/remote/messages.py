@@ -86,7 +86,8 @@ def _inside(tensor: torch.Tensor) -> bool:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.uint8 and tensor.is_contiguous():  # rows, mostly
         return tensor.view(-1)
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)  # whatever its stride
 
 
 def payload_nbytes(head: Head) -> int:

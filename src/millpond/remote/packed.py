@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from millpond.core.errors import BufferClosed, NotShareable, SchemaMismatch
+from millpond.core.intake import described
 from millpond.core.schema import Schema
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.drawing import Ints
@@ -36,8 +37,9 @@ class Packed:
     ) -> Ints | None:
         """Write rows, or raise as ``extend(timeout=0)`` does. None: dropped."""
         schema = self.buffer.schema
-        if schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
-            raise SchemaMismatch(f"rows of schema {fingerprint} and shape {list(rows.shape)}; bound is {schema!r}")
+        whole = rows.dtype is torch.uint8 and rows.is_contiguous()
+        if not whole or schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
+            raise SchemaMismatch(f"rows of schema {fingerprint}, {described(rows)}; bound is {schema!r}")
         return self.chosen(exempt)._works.put(rows, priority, 0, None, receipt)
 
     def take(self, n: int, *, wait: bool, exempt: bool) -> Taken:
@@ -61,8 +63,8 @@ class Packed:
         """As ``ReplayBuffer.peek``."""
         return Taken(*self.buffer._works.editor.peek(n), {}, 0)
 
-    def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
-        """Rows of the items that ``which`` names by age, and whether it named one alone."""
+    def pick(self, which: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Rows of the items that ``which`` names by age, and the shape of the index."""
         return self.buffer._works.editor.pick(which)
 
     def epoch_over(self, n: int) -> bool:

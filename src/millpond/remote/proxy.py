@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import numbers as python_numbers
 import operator
 from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
 
-from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, MillpondError, NotReady, SchemaMismatch
-from millpond.core.schema import Batch, Schema, leaves_of
+from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, NotReady, SchemaMismatch
+from millpond.core.schema import Batch, Schema
 from millpond.remote.messages import Message
 from millpond.remote.session import Patience, Session
 from millpond.remote.transfer import Incoming, Outgoing
 from millpond.replay import rules as rulebook
 from millpond.replay.desk import Desk
+from millpond.replay.editing import index_of, named
+from millpond.replay.prioritized import real_numbers
 from millpond.replay.samplers import SamplerWithoutReplacement
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -80,7 +80,7 @@ class Proxy:
         assert self._schema is not None
         tensors = {"rows": rows}
         if priority is not None:
-            tensors["priority"] = torch.as_tensor(priority).detach().cpu()
+            tensors["priority"] = torch.from_numpy(real_numbers(priority))
         fields = {
             "n": len(rows),
             "schema": self._schema.fingerprint,
@@ -150,18 +150,12 @@ class Proxy:
         return rulebook.dress(self._known_schema(), self._rules, rows, index, generation, extra, return_info)
 
     def __getitem__(self, which: Any) -> Any:
-        fields: dict[str, Any] = {"which": None}
-        tensors = {}
-        if isinstance(which, slice):
-            parts = (which.start, which.stop, which.step)
-            fields["which"] = [None if part is None else operator.index(part) for part in parts]
-        elif isinstance(which, python_numbers.Integral) and not isinstance(which, bool):
-            fields["which"] = int(which)
+        index = index_of(which)
+        if isinstance(index, slice):
+            answer = self._session.call("pick", {"slice": [index.start, index.stop, index.step]})
         else:
-            tensors["which"] = torch.as_tensor(which).detach().cpu()
-        answer = self._session.call("pick", fields, tensors)
-        found = self._known_schema().unpack(answer.tensors["rows"])
-        return found[0] if answer.fields["single"] else found
+            answer = self._session.call("pick", None, {"which": torch.from_numpy(index)})
+        return rulebook.picked(self._known_schema(), answer.tensors["rows"], answer.fields["shape"])
 
     def __iter__(self) -> Iterator[Any]:
         n = self._batch_size(None)
@@ -212,15 +206,14 @@ class Proxy:
     # ------------------------------------------------------------------ changing what is there
     def update_priority(self, index_or_sample: Any, priority: Any) -> int:
         tensors = _named(index_or_sample)
-        tensors["priority"] = torch.as_tensor(priority).detach().cpu()
+        tensors["priority"] = torch.from_numpy(real_numbers(priority))
         return int(self._session.call("update_priority", None, tensors).fields["applied"])
 
     def update(self, index_or_sample: Any, patch: Batch) -> int:
-        tensors, keys = _named(index_or_sample), []
-        for i, (key, value) in enumerate(leaves_of(patch)):
-            keys.append(list(key))
-            tensors[f"patch{i}"] = torch.as_tensor(value).detach().cpu()
-        return int(self._session.call("update", {"keys": keys}, tensors).fields["applied"])
+        tensors = _named(index_or_sample)
+        fields = self._known_schema().check_patch(patch, len(tensors["index"]))
+        tensors |= {f"patch{i}": value.cpu() for i, value in enumerate(fields.values())}
+        return int(self._session.call("update", {"keys": [list(key) for key in fields]}, tensors).fields["applied"])
 
     def empty(self) -> None:
         self._session.call("empty")
@@ -316,17 +309,6 @@ class Proxy:
 
 def _named(index_or_sample: Any) -> dict[str, torch.Tensor]:
     """Which items are meant, as tensors. The owner judges the rest, as for a local buffer."""
-    if not isinstance(index_or_sample, TensorDictBase):
-        return {"index": _integers(index_or_sample)}
-    try:
-        named = {"index": index_or_sample["index"], "generation": index_or_sample["generation"]}
-    except KeyError as problem:
-        raise InvalidArgument(f"this batch has no {problem}: is it one that sample() returned?") from problem
-    return {name: tensor.detach().cpu().reshape(-1) for name, tensor in named.items()}
-
-
-def _integers(index: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(index)
-    if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise InvalidType(f"index is of an integer type, not {tensor.dtype}")
-    return tensor.detach().cpu().reshape(-1)
+    slots, numbers = named(index_or_sample)
+    tensors = {"index": torch.from_numpy(slots)}
+    return tensors if numbers is None else {**tensors, "generation": torch.from_numpy(numbers)}

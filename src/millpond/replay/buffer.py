@@ -135,7 +135,10 @@ class ReplayBuffer:
         """Write a batch: all of its items, or none. Returns their slots, int64 ``[n]``; none where it was dropped.
 
         Args:
-            items: a TensorDict, a nested dict of tensors or arrays, or one tensor. Its leading dimension counts items.
+            items: a TensorDict, a tensorclass, a nested dict of tensors or arrays, or one tensor. Its leading dimension
+                counts items. A list of these is stacked. What cannot be stored is refused, by its name: text and
+                objects, empty groups, other fields than the bound ones, other types (NumPy's float64 goes where float32
+                is bound, and Python's numbers where they fit) and other shapes, fields that only some of a stack have.
                 Of a sampled batch, what tells how it was drawn is left out, where the schema has no such field:
                 ``index``, ``generation``, ``priority_weight``, ``buffer_id``, ``relabelled``.
             priority: one for each item, or one for all; needs a prioritized sampler.
@@ -258,10 +261,10 @@ class ReplayBuffer:
         return self._dress(Taken(rows, slots, numbers, {}, 0), False)
 
     def __getitem__(self, which: Any) -> Any:
-        """Items by age, 0 the oldest that a sample may return: an index, a slice, or a mask or tensor of indices."""
-        rows, single = self._works.editor.pick(which)
-        found = self._works.known_schema().unpack(rows)
-        return found[0] if single else found
+        """Items by age, 0 the oldest that a sample may return: an index, a slice, a mask, or several indices, and then
+        the batch has their shape. Raises ``OutOfRange``, an ``IndexError``."""
+        rows, shape = self._works.editor.pick(which)
+        return rulebook.picked(self._works.known_schema(), rows, shape)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, waiting for each; ends with the sampler's epoch, if it has any, or when the buffer is closed."""
@@ -330,7 +333,14 @@ class ReplayBuffer:
         return self._works.editor.update_priority(index_or_sample, priority)
 
     def update(self, index_or_sample: Any, patch: Batch) -> int:
-        """Write some fields of sampled items back. Returns how many were; slots rewritten since are left out."""
+        """Write some fields of sampled items back. Returns how many were; slots rewritten since are left out.
+
+        Args:
+            index_or_sample: as in `update_priority`.
+            patch: some of the schema's fields, ``[n, …]``, for each of the items.
+
+        Raises ``SchemaMismatch`` or ``NonFinite``, before anything was changed.
+        """
         return self._works.editor.update(index_or_sample, patch)
 
     def empty(self) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import numbers as python_numbers
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from millpond.core.errors import InvalidArgument, InvalidType, NotReady, SchemaMismatch
-from millpond.core.schema import Batch, Schema, leaves_of, tensor_of
+from millpond.core.errors import InvalidArgument, InvalidType, NotReady, OutOfRange
+from millpond.core.intake import Batch, tensor_of
 from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.rows import Journal
+from millpond.replay.rules import refuse_nonfinite
 from millpond.replay.samplers import SamplerWithoutReplacement
 from millpond.replay.slots import Ring
 from millpond.replay.state import (
@@ -35,13 +37,14 @@ from millpond.replay.view import every
 from millpond.replay.waiting import bury_dead
 
 CHUNK = 4096
+_INDEX = "an index is an integer, several, a slice, or a mask"
 
 
 class Editor:
     """What `ReplayBuffer` does besides extend and sample."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, check_finite: bool) -> None:
+        self._engine, self._check_finite = engine, check_finite
         self._look = np.random.default_rng()
         self._journal: Journal | None = None
         engine.recover_rows = self._finish_rewrite
@@ -51,34 +54,12 @@ class Editor:
         """Rows, slots and numbers of n uniformly chosen items."""
         return self._read(lambda size: self._look.integers(0, size, n), by_age=False)
 
-    def pick(self, which: Any) -> tuple[torch.Tensor, bool]:
-        """Rows of the items that ``which`` names by age, and whether it named one alone."""
-        single = isinstance(which, python_numbers.Integral) and not isinstance(which, bool)
-        if not single and not isinstance(which, slice):
-            which = _indices(which)
-            if which.dtype is not torch.bool and (which.is_floating_point() or which.is_complex()):
-                raise InvalidType(f"an index is an integer, a slice, or a mask, not {which.dtype}")
-            which = which.cpu().numpy()
-
-        def positions(size: int) -> Ints:
-            if isinstance(which, slice):
-                return np.arange(*which.indices(size))
-            if single:
-                if not -size <= int(which) < size:
-                    raise IndexError(f"item {int(which)} of {size}")
-                return np.array([int(which) % size], np.int64)
-            if which.dtype == np.bool_:
-                if which.shape != (size,):
-                    raise InvalidArgument(f"a mask for {size} items has shape [{size}], not {list(which.shape)}")
-                return np.flatnonzero(which)
-            index = which.reshape(-1).astype(np.int64)
-            if index.size and not (-size <= index.min() and index.max() < size):
-                raise IndexError(f"items {index.min()} to {index.max()} of {size}")
-            return np.asarray(index % size if size else index, np.int64)
-
-        if isinstance(which, slice) and self._engine.control.peek()[LIVE] == 0 and self._engine.rows is not None:
-            return self._engine.rows.read(np.empty(0, np.int64)), False
-        return self._read(positions, by_age=True)[0], single
+    def pick(self, which: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Rows of the items that ``which`` names by age, and the shape of the index: ``()`` where it names one."""
+        index = index_of(which)
+        rows = self._read(partial(_positions, index), by_age=True)[0]
+        own_shape = not isinstance(index, slice) and index.dtype != np.bool_
+        return rows, index.shape if own_shape else (rows.shape[0],)  # type: ignore[union-attr]  # mypy forgets which
 
     def _read(self, choose: Callable[[int], Ints], *, by_age: bool) -> tuple[torch.Tensor, Ints, Ints]:
         """Rows of items, all live at one moment. ``choose(size)`` gives their positions: by age, or in any order."""
@@ -87,15 +68,18 @@ class Editor:
             state = engine.control.peek()
             if state[CLOSED]:
                 engine.refuse_closed(state, "look", 0)
-            if state[LIVE] == 0 or (engine.rows is None and not engine.find_rows()):
-                raise NotReady("there is no item to look at")
             rows = engine.rows
-            assert rows is not None
+            if rows is None and engine.find_rows():
+                rows = engine.rows
+            if by_age and not state[LIVE]:
+                choose(0)  # an index into nothing is out of range
+            if rows is None or not (by_age or state[LIVE]):
+                raise NotReady("there is no item to look at")
             if attempt == TRIES:
                 try:
                     state = engine.load()
                     engine.refuse_closed(state, "look", 0)
-                    if state[LIVE] == 0:
+                    if not (by_age or state[LIVE]):
                         raise NotReady("there is no item to look at")
                     slots, numbers = self._choose(state, choose, by_age)
                     return rows.gather(slots), slots, numbers
@@ -180,7 +164,9 @@ class Editor:
             raise NotReady("there is no item to update")
         assert engine.rows is not None
         slots, numbers = self._named(index_or_sample)
-        fields = self._patch(engine.rows.schema, patch, len(slots))
+        fields = engine.rows.schema.check_patch(patch, len(slots))
+        if self._check_finite:
+            refuse_nonfinite(fields)
         if self._journal is None:
             self._journal = Journal(engine.memory.path, engine.rows.schema.row_nbytes)
         applied = 0
@@ -229,47 +215,12 @@ class Editor:
         elif rows is not None and self._journal is not None:
             self._journal.apply(rows)
 
-    def _patch(self, schema: Schema, patch: Batch, n: int) -> dict[Any, torch.Tensor]:
-        fields = {}
-        for key, value in leaves_of(patch):
-            field = schema.by_key.get(key)
-            if field is None:
-                raise SchemaMismatch(
-                    f"{'/'.join(key) or 'a value without a key'} is not among the fields of {schema!r}"
-                )
-            tensor = tensor_of(key, value).detach().cpu()
-            if tensor.dtype is not field.dtype or tuple(tensor.shape) != (n, *field.shape):
-                raise SchemaMismatch(
-                    f"{field.name}: expected {field.describe()} for each of {n} items, "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
-                )
-            fields[key] = tensor
-        if not fields:
-            raise SchemaMismatch("the patch has no field")
-        return fields
-
     def _named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
-        """Slots, and the numbers that they should hold where a sample is given."""
-        numbers = None
-        if type(index_or_sample) is TensorDict or isinstance(index_or_sample, TensorDictBase):  # the latter is slow
-            index, generation = index_or_sample.get("index", None), index_or_sample.get("generation", None)
-            if index is None or generation is None:
-                missing = "index" if index is None else "generation"
-                raise InvalidArgument(f"this batch has no '{missing}': is it one that sample() returned?")
-            numbers = _int64(generation)
-        else:
-            index = index_or_sample
-        index = _indices(index)
-        if index.dtype is not torch.int64 and (
-            index.dtype is torch.bool or index.is_floating_point() or index.is_complex()
-        ):
-            raise InvalidType(f"index is of an integer type, not {index.dtype}")
-        slots = _int64(index)
+        """As `named`. Raises ``InvalidArgument`` where there is no such slot."""
+        slots, numbers = named(index_or_sample)
         # as unsigned numbers those below 0 are the largest
         if slots.size and np.maximum.reduce(slots.view(np.uint64)) >= self._engine.capacity:
             raise InvalidArgument(f"slots {slots.min()} to {slots.max()} are outside 0 to {self._engine.capacity - 1}")
-        if numbers is not None and len(numbers) != len(slots):
-            raise InvalidArgument(f"{len(slots)} slots came with {len(numbers)} generations")
         return slots, numbers
 
     # ------------------------------------------------------------------ taking over
@@ -285,20 +236,81 @@ class Editor:
             engine.control.mutex.unlock()
 
 
+def named(index_or_sample: Any) -> tuple[Ints, Ints | None]:
+    """Slots, and the numbers that they should hold where a sample is given.
+
+    Raises ``InvalidType`` or ``InvalidArgument`` for what names no items.
+    """
+    kind = type(index_or_sample)
+    if kind is not TensorDict and not issubclass(kind, TensorDictBase):  # the latter is slow
+        return _int64("index", _indices(index_or_sample)), None
+    index, generation = index_or_sample.get("index", None), index_or_sample.get("generation", None)
+    if index is None or generation is None:
+        missing = "index" if index is None else "generation"
+        raise InvalidArgument(f"this batch has no '{missing}': is it one that sample() returned?")
+    slots, numbers = _int64("index", _indices(index)), _int64("generation", _indices(generation))
+    if len(numbers) != len(slots):
+        raise InvalidArgument(f"{len(slots)} slots came with {len(numbers)} generations")
+    return slots, numbers
+
+
+def index_of(which: Any) -> slice | Ints:
+    """What stands in ``buffer[which]``: a slice of integers, or an array of integers or of booleans.
+
+    Raises ``InvalidType`` or ``InvalidArgument`` for what is no index.
+    """
+    if isinstance(which, slice):
+        try:
+            parts = [None if part is None else operator.index(part) for part in (which.start, which.stop, which.step)]
+        except TypeError as problem:
+            raise InvalidType(f"a slice is of integers, not {which!r:.60}") from problem
+        if parts[2] == 0:
+            raise InvalidArgument("the step of a slice is not 0")
+        return slice(*parts)
+    if isinstance(which, (bool, tuple)):  # to torch these are other dimensions
+        raise InvalidType(f"{_INDEX}, not {which!r:.60}")
+    if isinstance(which, int) and not -(1 << 63) <= which < 1 << 63:
+        raise OutOfRange(f"there is no item {which}")
+    index = _indices(which)
+    if (index.dtype is torch.uint8 and index.dim()) or index.is_floating_point() or index.is_complex():
+        advice = ": say .bool() for a mask, .long() for indices" if index.dtype is torch.uint8 else ""
+        raise InvalidType(f"{_INDEX}, not {index.dtype}{advice}")
+    return index.numpy(force=True)
+
+
+def _positions(index: slice | Ints, size: int) -> Ints:
+    """The positions that an index names among ``size`` items."""
+    if isinstance(index, slice):
+        return np.arange(*index.indices(size))
+    if index.dtype == np.bool_:
+        if index.shape != (size,):
+            raise OutOfRange(f"a mask for {size} items has shape [{size}], not {list(index.shape)}")
+        return np.flatnonzero(index)
+    flat = index.reshape(-1)
+    if flat.size and not (-size <= int(flat.min()) and int(flat.max()) < size):
+        what = f"items {flat.min()} to {flat.max()}" if flat.size > 1 else f"item {flat[0]}"
+        raise OutOfRange(f"{what} of {size}")
+    flat = flat.astype(np.int64)
+    return np.asarray(flat % size if size else flat, np.int64)
+
+
 def _indices(given: Any) -> torch.Tensor:
     """Raises ``InvalidType`` for what holds no numbers. An empty list is one of integers."""
-    if isinstance(given, torch.Tensor):
+    if type(given) is torch.Tensor and given.layout is torch.strided:
         return given
+    if isinstance(given, range) or (isinstance(given, (list, tuple)) and not given):
+        return torch.tensor(list(given), dtype=torch.int64)
     try:
-        index = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as problem:
-        raise InvalidType(f"an index is an integer, several, a slice, or a mask, not {given!r:.60}") from problem
-    return index.to(torch.int64) if isinstance(given, (list, tuple)) and not index.numel() else index
+        return tensor_of(("index",), given)
+    except InvalidArgument as problem:
+        raise InvalidType(f"{_INDEX}, not {given!r:.60}") from problem
 
 
-def _int64(tensor: torch.Tensor) -> Ints:
+def _int64(name: str, tensor: torch.Tensor) -> Ints:
     """One-dimensional and contiguous, on the CPU; a copy only where it must be."""
     if tensor.dtype is not torch.int64 or tensor.device.type != "cpu" or tensor.dim() != 1:
+        if tensor.dtype is torch.bool or tensor.is_floating_point() or tensor.is_complex():
+            raise InvalidType(f"{name} is of an integer type, not {tensor.dtype}")
         tensor = tensor.detach().to("cpu", torch.int64).reshape(-1)
     array: Ints = tensor.numpy()
     return array if array.flags.carray else array.copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
-from millpond.core.errors import InvalidArgument, InvalidType, NotShareable, SchemaMismatch, Unsatisfiable
-from millpond.core.schema import Key, Schema, tensordict_of
+from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, NotShareable, SchemaMismatch, Unsatisfiable
+from millpond.core.intake import Key, leaves_of, name_of
+from millpond.core.schema import Schema, tensordict_of
 from millpond.flow.limiter import Flow, unsatisfiable
 from millpond.replay.drawing import Sampler
 from millpond.replay.prioritized import PrioritizedSampler
@@ -239,21 +239,21 @@ def without_draw(items: Any, schema: Schema | None, *, dims: int) -> Any:
 
     They were sampled where they carry an ``index`` and a ``generation``. ``dims`` is 1 for a batch, 0 for an item.
     """
-    if not isinstance(items, (TensorDictBase, Mapping)):
-        return items
-    found = {name: items[name] for name in _DRAWN if name in items.keys()}  # noqa: SIM118  # a TensorDict has no `in`
-    size = tuple(getattr(found.get("index"), "shape", ()))
-    drawn = {name for name, value in found.items() if _described(value) == (_DRAWN[name][0], size + _DRAWN[name][1])}
-    if len(size) != dims or not {"index", "generation"} <= drawn:
-        return items
+    leaves = leaves_of(items)
+    found = {key: leaves[key] for key in ((name,) for name in _DRAWN) if key in leaves}
+    size = tuple(getattr(found.get(("index",)), "shape", ()))
+    kinds = {key: (_DRAWN[key[0]][0], size + _DRAWN[key[0]][1]) for key in found}
+    drawn = {key for key, value in found.items() if _described(value) == kinds[key]}
+    if len(size) != dims or not {("index",), ("generation",)} <= drawn:
+        return leaves
     known = () if schema is None else schema.by_key
-    return {name: value for name, value in items.items() if name not in drawn or (name,) in known}
+    return {key: value for key, value in leaves.items() if key not in drawn or key in known}
 
 
 def undrawn(items: Any, schema: Schema, problem: SchemaMismatch, *, dims: int) -> Any:
     """`without_draw` of items that ``schema`` refused. Raises the ``problem`` again where that changes nothing."""
     rest = without_draw(items, schema, dims=dims)
-    if rest is items:
+    if rest.keys() == leaves_of(items).keys():
         raise problem
     return rest
 
@@ -262,6 +262,16 @@ def _described(value: Any) -> tuple[str, tuple[int, ...]] | None:
     if not isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return None
     return str(value.dtype).removeprefix("torch."), tuple(value.shape)
+
+
+def refuse_nonfinite(fields: Mapping[Key, torch.Tensor]) -> None:
+    """Raises ``NonFinite`` for the first field of items, ``[n, …]``, that holds NaN or infinity."""
+    for key, value in fields.items():
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            finite = torch.isfinite(value).reshape(len(value), -1).all(1)
+            if not bool(finite.all()):
+                bad = int((~finite).nonzero()[0])
+                raise NonFinite(f"{name_of(key)}: NaN or infinite in item {bad} of {len(value)}")
 
 
 def check_batch_size(n: Any, name: str = "batch_size") -> int:
@@ -307,6 +317,14 @@ def to_device(device: str, *parts: Any) -> Any:
         return tensor.to(device, non_blocking=True)
 
     return [{k: move(v) for k, v in part.items()} if isinstance(part, dict) else move(part) for part in parts]
+
+
+def picked(schema: Schema, rows: torch.Tensor, shape: Sequence[int]) -> Any:
+    """Items as ``buffer[index]`` gives them: one alone where ``shape`` is empty, else a batch of that shape."""
+    found = schema.unpack(rows)
+    if len(shape) == 1:
+        return found
+    return found.unflatten(0, tuple(shape)) if shape else found[0]
 
 
 def dress(

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from millpond.core.errors import BufferClosed, InvalidArgument, NonFinite, NotReady, SchemaMismatch
+from millpond.core.errors import BufferClosed, InvalidArgument, NotReady, SchemaMismatch
 from millpond.core.schema import Schema
 from millpond.replay import rules as rulebook
 from millpond.replay.ahead import Ahead
@@ -37,7 +37,8 @@ class Works:
         self.rules = rules
         self.engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make)
         self.engine.find_rows = self.find_rows
-        self.writer, self.taker, self.editor = Writer(self.engine), Taker(self.engine), Editor(self.engine)
+        self.writer, self.taker = Writer(self.engine), Taker(self.engine)
+        self.editor = Editor(self.engine, check_finite=rules.check_finite)
         epochs = find(SamplerWithoutReplacement, rules.sampler) is not None
         self.ahead = Ahead(self.engine, self.taker, rules.prefetch, self.editor.epoch_over if epochs else None)
         self.desk = Desk()
@@ -139,7 +140,8 @@ class Works:
                 raise InvalidArgument(f"priority= needs a PrioritizedSampler, this buffer has {self.rules.sampler!r}")
             leaves = self.engine.priorities.leaves(priority, n)
         if self.rules.check_finite:
-            self._refuse_nonfinite(rows)
+            schema = self.known_schema()
+            rulebook.refuse_nonfinite({field.key: schema.column(rows, field.key) for field in schema.fields})
         if receipt is not None and not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
             raise InvalidArgument(
                 f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt}"
@@ -147,16 +149,6 @@ class Works:
         if n > self.rules.capacity:
             self.engine.refuse_impossible(insert=n)
         return self.writer.put(rows, leaves, timeout=timeout, cancel=cancel, receipt=receipt)
-
-    def _refuse_nonfinite(self, rows: torch.Tensor) -> None:
-        schema = self.known_schema()
-        for field in schema.fields:
-            if field.dtype.is_floating_point or field.dtype.is_complex:
-                finite = torch.isfinite(schema.column(rows, field.key)).reshape(len(rows), -1).all(1)
-                if not bool(finite.all()):
-                    raise NonFinite(
-                        f"{field.name}: NaN or infinite in item {int((~finite).nonzero()[0])} of {len(rows)}"
-                    )
 
     def tray(self, n: int) -> Tray | None:
         """Memory for a batch of n, laid out for its caller; None as long as no schema is known."""

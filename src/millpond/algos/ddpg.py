@@ -127,8 +127,10 @@ class DDPG:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        for adam, target in ((self.critic_adam, self.critic_target), (self.actor_adam, self.actor_target)):
+        pairs = ((self.critic_adam, self.critic_target), (self.actor_adam, self.actor_target))
+        for adam, _ in pairs:  # all, before any changes: ranks step together or not at all
             self.shard.reduce_gradients(adam.gradients)
+        for adam, target in pairs:
             adam.step()
             target.values.lerp_(adam.values, self.config.tau)
         self.steps += 1

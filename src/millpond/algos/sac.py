@@ -183,9 +183,10 @@ class SAC:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        for adam in (self.critic_adam, self.actor_adam):
+        for adam in (self.critic_adam, self.actor_adam):  # all, before any changes: ranks step together or not at all
             self.shard.reduce_gradients(adam.gradients)
-            adam.step()
+        self.critic_adam.step()
+        self.actor_adam.step()
         self.target.values.lerp_(self.critic_adam.values, self.config.tau)
         self.steps += 1
 

@@ -143,10 +143,11 @@ class TD3:
     @torch.no_grad()
     def _apply(self, actor_too: bool) -> None:
         self.shard.reduce_gradients(self.critic_adam.gradients)
-        self.critic_adam.step()
-        if actor_too:
+        if actor_too:  # before anything changes: ranks step together or not at all
             self.shard.reduce_gradients(self.actor_adam.gradients)
             self.actor_adam.step()
+        self.critic_adam.step()
+        if actor_too:
             self.critic_target.values.lerp_(self.critic_adam.values, self.config.tau)
             self.actor_target.values.lerp_(self.actor_adam.values, self.config.tau)
         self.steps += 1

@@ -1,14 +1,18 @@
-"""One rank of learning: sample, update, publish, report."""
+"""Learning, on one rank or as rank 0 of a group: sample, update, publish, report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from millpond.core.errors import InvalidArgument
 from millpond.core.roles import Algorithm, Board, CancelEvent, Replay
+
+if TYPE_CHECKING:
+    from millpond.learn.group import LearnerGroup
 
 
 class Learner:
@@ -21,14 +25,15 @@ class Learner:
         algorithm: what is updated, in place.
         replay: where batches come from; a ``ReplayBuffer``, a client of one, or a ``SampleStream``.
         board: where weights go; None publishes nothing.
-        batch_size: items per update, of this rank.
+        batch_size: items per update; those of all ranks together.
         publish_every: updates between two publications.
         device: where batches are moved; None leaves them where replay puts them.
         frames: how many frames were collected so far, for exploration schedules; by default ``replay.write_count``,
             which is the same where an item is one transition.
+        group: the other ranks, where there are any; its algorithm is this one.
 
     Raises:
-        InvalidArgument: a number below 1.
+        InvalidArgument: a number below 1, or a group that is made for another batch size or algorithm.
     """
 
     def __init__(
@@ -41,9 +46,15 @@ class Learner:
         publish_every: int = 1,
         device: str | None = None,
         frames: Callable[[], int] | None = None,
+        group: LearnerGroup | None = None,
     ) -> None:
         if batch_size < 1 or publish_every < 1:
             raise InvalidArgument(f"batch_size and publish_every must be at least 1, got {batch_size}, {publish_every}")
+        if group is not None and (group.batch_size != batch_size or group.algorithm is not algorithm):
+            raise InvalidArgument(
+                f"the group splits batches of {group.batch_size} for its own algorithm; this learner has batch_size="
+                f"{batch_size}, and {'the same' if group.algorithm is algorithm else 'another'} algorithm"
+            )
         self.algorithm = algorithm
         self.batch: TensorDictBase | None = None
         """The batch of the last update, for whoever measures what was learned from."""
@@ -53,6 +64,7 @@ class Learner:
         self._publish_every = publish_every
         self._device = device
         self._frames = frames or (lambda: replay.write_count)
+        self._group = group
 
     def step(self, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> dict[str, Tensor]:
         """Wait for a batch, learn from it, and return the algorithm's metrics: detached scalars by namespaced name.
@@ -62,11 +74,15 @@ class Learner:
         Raises:
             DeadlineExceeded, Cancelled, BufferClosed, PeerLost: from the wait. No step was made.
             NonFinite: the loss is not finite; the message names field and row. The parameters are as before.
+            WorkerFailed: another rank failed, died or hangs; the parameters are those of the last whole step.
         """
         batch = self._replay.sample(self._batch_size, wait=True, timeout=timeout, cancel_event=cancel_event)
         self.batch = batch if self._device is None else batch.to(self._device)
-        self.algorithm.advance(self._frames())
-        metrics = self.algorithm.update(self.batch)
+        if self._group is None:
+            self.algorithm.advance(self._frames())
+            metrics = self.algorithm.update(self.batch)
+        else:
+            metrics = self._group.step(self.batch, frames=self._frames())
         td_error = metrics.pop("td_error", None)
         if td_error is not None and batch.get("priority_weight", None) is not None:
             self._replay.update_priority(batch, td_error.to(batch.device or "cpu"))

@@ -100,7 +100,7 @@ def numbers(batch: Any) -> list[int]:
 
 def tree_bytes(rb: Any) -> bytes:
     priorities = rb._works.engine.priorities
-    return b"" if priorities is None else priorities.tree.arguments[0].tobytes()
+    return b"" if priorities is None else priorities.tree.arguments[0].tobytes() + priorities.tree.values.tobytes()
 
 
 def tree_is_sound(rb: ReplayBuffer) -> bool:

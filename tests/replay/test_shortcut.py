@@ -60,7 +60,7 @@ KINDS: dict[str, Make] = {
     "prioritized, proportional": prioritized(alpha=1.0, beta=1.0, eps=0.0),
     "prioritized, as uniform": prioritized(alpha=0.0, beta=0.0),
     "prioritized, independent": prioritized(alpha=0.8, beta=0.5, eps=0.0, stratified=False),
-    "prioritized, extreme": prioritized(alpha=7.0, beta=9.0),
+    "prioritized, extreme": prioritized(alpha=7.0, beta=1.0),
     "prioritized, max_debt": prioritized(Flow(samples_per_insert=1.5, max_debt=30)),
     "prioritized, drop": prioritized(Flow(admission="drop_newest", min_size=2)),
     "fifo": fifo(),
@@ -226,7 +226,7 @@ class Twins:
 
     def do_beta(self, side: int, rb: ReplayBuffer, a: int, b: int) -> None:
         if isinstance(rb.sampler, PrioritizedSampler):
-            rb.sampler.beta = a / (b + 1)
+            rb.sampler.beta = a / (a + b + 1)
 
     def do_receipts(self, side: int, rb: ReplayBuffer, *_: int) -> list[int]:
         return [rb.receipt(line) for line in range(3)]

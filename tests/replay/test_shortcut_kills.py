@@ -241,7 +241,7 @@ def check_leaves(rb: ReplayBuffer, trees: Any, where: str, begun: bool) -> None:
         assert tree_bytes(rb) == trees[where == "after"]
         return
     old, new, now = (np.frombuffer(tree)[:CAPACITY] for tree in (*trees, tree_bytes(rb)))
-    first = rb._works.engine.priorities.leaves(1.0, 1)[0]
+    first = rb._works.engine.priorities.weigh(1.0, 1).leaves[0]
     assert all(now[i] in (old[i], new[i], first) for i in range(CAPACITY))
 
 

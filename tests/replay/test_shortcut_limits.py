@@ -50,8 +50,14 @@ from millpond.replay import (
     shortcut,
 )
 from millpond.replay import state as words
+from millpond.replay.prioritized import Weighed
 from millpond.replay.rows import Rows
 from millpond.replay.shortcut import CompiledShortcut, LaterShortcut, NoShortcut
+
+
+def weighed(*leaves: float) -> Weighed:
+    """Leaves as they are, of the settings that a sampler is built with."""
+    return Weighed(np.array(leaves), np.array(leaves), 2)
 
 
 # ---------------------------------------------------------------------- what must be mended, or asked about, first
@@ -60,7 +66,7 @@ def refuses(rb: ReplayBuffer, short: Counted) -> None:
     packed = torch.from_numpy(rows(500, 2)["row"].numpy().copy()).view(torch.uint8)
     for _ in range(2):  # the first may find, and note, that a holder died
         assert short.sample(2) is None
-        assert short.set_leaves(np.array([1, 2]), np.array([1, 2]), np.array([3.0, 4.0])) is None
+        assert short.set_leaves(np.array([1, 2]), np.array([1, 2]), weighed(3.0, 4.0)) is None
         if rb._works.engine.priorities is None:
             assert short.put(packed, (1, 5)) is None
         assert seen(rb) == before
@@ -202,8 +208,8 @@ class Mine(RandomSampler):
 class MinePrioritized(PrioritizedSampler):
     """A user's, that does something of its own with priorities."""
 
-    def set_leaves(self, slots: Any, leaves: Any) -> None:
-        super().set_leaves(slots, leaves * 2)
+    def set_leaves(self, slots: Any, weighed: Any) -> None:
+        super().set_leaves(slots, weighed._replace(leaves=weighed.leaves * 2))
 
 
 class Lists:
@@ -457,9 +463,9 @@ def test_slots_outside_are_refused_before_a_leaf_is_written(way: Any) -> None:
     with made("prioritized") as rb:
         short, before = install(rb, way), seen(rb)
         for slot in (-1, CAPACITY, 2**40):
-            assert short.set_leaves(np.array([1, slot]), np.array([1, 2]), np.ones(2)) is None
+            assert short.set_leaves(np.array([1, slot]), np.array([1, 2]), weighed(1.0, 1.0)) is None
         for number in (-1, 10, 2**40):  # none of these is there
-            assert short.set_leaves(np.array([1, 2]), np.array([1, number]), np.ones(2)) is None
+            assert short.set_leaves(np.array([1, 2]), np.array([1, number]), weighed(1.0, 1.0)) is None
         assert seen(rb) == before
 
 
@@ -559,5 +565,6 @@ def test_a_leaf_of_minus_zero_is_zero(way: Any) -> None:
     """As `SumTree.update` has it: the bytes of equal trees are equal."""
     with made("prioritized") as rb:
         short = install(rb, way)
-        assert short.set_leaves(np.array([1]), np.array([1]), np.array([-0.0])) == 1
+        assert short.set_leaves(np.array([1]), np.array([1]), weighed(-0.0)) == 1
         assert not np.signbit(rb.sampler.tree.leaves[1])
+        assert not np.signbit(rb.sampler.tree.values[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millpond.replay.annealing import LinearSchedule
 from millpond.replay.blocking import BlockingReplayBuffer, RateLimitedReplayBuffer
 from millpond.replay.buffer import Handle, ReplayBuffer
 from millpond.replay.drawing import Draw, Items, Randomness, Sampler
@@ -20,6 +21,7 @@ __all__ = [
     "Items",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "LinearSchedule",
     "MappedStorage",
     "NStep",
     "PrioritizedSampler",

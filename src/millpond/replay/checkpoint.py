@@ -25,6 +25,7 @@ import torch
 from millpond.core.errors import BufferClosed, CheckpointError, InvalidArgument, NotShareable
 from millpond.core.schema import Schema
 from millpond.replay import state as words
+from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rules import spell
 from millpond.replay.storage import MappedStorage, TensorStorage
 from millpond.replay.taken import Taken
@@ -33,6 +34,7 @@ from millpond.replay.works import Works
 MAGIC = b"MILLPOND"
 VERSION = 1
 _HEAD = struct.Struct("<8sIQI")
+_MADE_ANEW = ("redo", "tree")  # of what else is saved, at a load
 _KEPT = {  # of the running buffer, whatever a checkpoint says
     words.CLOSED,
     words.BOUND,
@@ -58,7 +60,7 @@ def state_dict(works: Works) -> dict[str, Any]:
         slots, _ = engine.slots.since(state, 0)
         rows = None if engine.rows is None else engine.rows.read(slots)
         ahead = list(works.ahead)
-        arrays = {name: _bytes(engine.memory.array(name)) for name in names if not name.startswith("redo")}
+        arrays = {name: _bytes(engine.memory.array(name)) for name in names if not name.startswith(_MADE_ANEW)}
     finally:
         engine.control.mutex.unlock()
     return {
@@ -95,18 +97,18 @@ def load_state_dict(works: Works, saved: dict[str, Any]) -> None:
         if engine.rows is not None and len(slots):
             engine.rows.write_at(slots, saved["rows"].contiguous())
         for name, values in saved["arrays"].items():
-            np.frombuffer(engine.memory.array(name), np.uint8)[:] = values.numpy()
+            if name != "priority_settings":  # of the running sampler, as far as it says
+                np.frombuffer(engine.memory.array(name), np.uint8)[:] = values.numpy()
         for i, name in enumerate(words.NAMES):
             if i not in _KEPT and name in saved["state"]:
                 state[i] = saved["state"][name]
+        if engine.priorities is not None:
+            engine.priorities.restore(saved["arrays"], _prioritized(saved["sampler"]), state, slots)
         engine.control.settle(state)
         engine.commit(state, *engine.control.events)
     finally:
         engine.control.mutex.unlock()
     engine.random.torch.set_state(saved["generator"])
-    beta = (json.loads(saved["sampler"]) or {}).get("config", {}).get("beta")
-    if beta is not None and engine.priorities is not None:
-        engine.priorities.beta = beta
     if ahead:
         works.ahead.restore(ahead)
 
@@ -160,6 +162,14 @@ def _check_words(saved: dict[str, Any], capacity: int) -> None:
         raise CheckpointError(f"{live} live items in {len(slots)} slots do not fit a capacity of {capacity}")
     if not state["epoch_cursor"] <= state["epoch_size"] <= capacity or state["epoch_half"] > 1:
         raise CheckpointError(f"an epoch of {state['epoch_size']} items at {state['epoch_cursor']} is none")
+
+
+def _prioritized(spelled: str) -> dict[str, Any]:
+    """The arguments of the prioritized sampler that a checkpoint names, if any."""
+    at = json.loads(spelled)
+    while at is not None and at["name"] != PrioritizedSampler.__name__:
+        at = at["config"].get("base")
+    return {} if at is None else dict(at["config"])
 
 
 def _kinds(spelled: Any) -> str:
@@ -314,7 +324,7 @@ def moved_to_shared(old: Works) -> Works:
             new.give_up()
             new.engine.let_go(storage=storage is not engine.storage)
         engine.slots.bind(engine.memory.array, create=False)
-        engine.sampler.bind(engine.memory.array)
+        engine.bind_sampler()
         raise
     new.engine.unlimited = engine.unlimited
     engine.let_go(storage=engine.storage is not storage)  # else the buffer would take twice its memory

@@ -127,9 +127,9 @@ class Editor:
         if priorities is None:
             raise InvalidArgument(f"update_priority needs a PrioritizedSampler, this buffer has {engine.sampler!r}")
         slots, numbers = self._named(index_or_sample)
-        leaves = priorities.leaves(priority, len(slots))
+        weighed = priorities.weigh(priority, len(slots))
         if numbers is not None:
-            done = engine.shortcut.set_leaves(slots, numbers, leaves)
+            done = engine.shortcut.set_leaves(slots, numbers, weighed)
             if done is not None:
                 return done
         applied = 0
@@ -148,7 +148,8 @@ class Editor:
                 every_one = every(alive)
                 chosen = slots[part] if every_one else slots[part][alive]
                 engine.control.begin(state, len(chosen))
-                priorities.set_leaves(chosen, leaves[part] if every_one else leaves[part][alive])
+                mine = weighed.part(part)
+                priorities.set_leaves(chosen, mine if every_one else mine.part(alive))
                 engine.control.settle(state)
                 state[STALE] += len(alive) - len(chosen)
                 engine.commit(state, engine.control.events[0])

@@ -14,6 +14,7 @@ import torch
 from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.flow.limiter import Block, Counts, Flow, insert_block, sample_block, unsatisfiable
+from millpond.replay.annealing import Values
 from millpond.replay.drawing import Generator, Sampler, State
 from millpond.replay.memory import Memory
 from millpond.replay.prioritized import PrioritizedSampler
@@ -84,7 +85,7 @@ class Engine:
         self._receipts = self.memory.array("receipts").cast("Q")
         try:
             self.slots.bind(self.memory.array, create=self.memory.fresh)
-            sampler.bind(self.memory.array)
+            self.bind_sampler()
         except BaseException:
             self.memory.remove()
             raise
@@ -96,6 +97,12 @@ class Engine:
         self._sizes_checked = (0, 0)
         self.trusted = all(type(layer) in KNOWN.values() for layer in layers(sampler))
         self.always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
+
+    def bind_sampler(self) -> None:
+        """From now on the sampler draws from this engine's memory."""
+        self.sampler.bind(self.memory.array)
+        if self.priorities is not None:
+            self.priorities.change_locked = self.reweigh
 
     # ------------------------------------------------------------------ the state
     def load(self) -> State:
@@ -155,6 +162,26 @@ class Engine:
         """What a sampler sees."""
         assert self.rows is not None
         return View(self.slots, self.rows, state, distinct=self.distinct, locked=locked)
+
+    def reweigh(self, change: Callable[[State | None], Values | None]) -> None:
+        """Put other settings of priorities in force, in one step for all processes: those that ``change`` gives."""
+        assert self.priorities is not None
+        try:
+            state = self.load()
+            self.refuse_closed(state, "reweigh", 0)
+            values = change(state)
+            if values is not None:
+                self.control.begin(state)  # a death, or an exception: the leaves are made anew from what is in force
+                self.priorities.settle(values, lambda: self.slots.since(state, 0)[0])
+                self.control.settle(state)
+                self.commit(state, self.items_event)
+        finally:
+            self.control.mutex.unlock()
+
+    def keep_pace(self, state: State) -> None:
+        """Before a draw: give the leaves the alpha that its schedule has come to."""
+        if self.priorities is not None and self.priorities.due(state):
+            self.reweigh(self.priorities.next_stage)
 
     # ------------------------------------------------------------------ may it proceed?
     def counts(self, state: State) -> Counts:
@@ -315,6 +342,8 @@ class Engine:
         left. The rows too, unless another engine goes on with this ``storage``."""
         self.find_rows, self.recover_rows, self.shortcut = lambda: False, None, NoShortcut()
         self.control.recover = None
+        if self.priorities is not None and self.priorities.change_locked == self.reweigh:
+            self.priorities.change_locked = None
         if storage:
             self.storage.close()
 

@@ -203,7 +203,7 @@ class ReplayBufferEnsemble:
             raise InvalidArgument(f"{len(values)} priorities for {len(ids)} items")
         masks = [(buffer, priorities, (ids == i).cpu()) for i, buffer, priorities in members]
         for _, priorities, mine in masks:
-            priorities.leaves(values[mine], int(mine.sum()))  # refuses what is no priority
+            priorities.weigh(values[mine], int(mine.sum()))  # refuses what is no priority
         return sum(b.update_priority(sample[mine], values[mine]) for b, _, mine in masks if bool(mine.any()))
 
     def stats(self) -> dict[str, Any]:

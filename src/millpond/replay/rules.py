@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, NotSha
 from millpond.core.intake import Key, leaves_of, name_of
 from millpond.core.schema import Schema, tensordict_of
 from millpond.flow.limiter import Flow, unsatisfiable
+from millpond.replay.annealing import LinearSchedule
 from millpond.replay.drawing import Sampler
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
@@ -200,7 +201,7 @@ def spell(sampler: Any) -> Any:
     """A sampler as JSON; None for one that is not millpond's, or that holds a function."""
     if type(sampler) is not KNOWN.get(type(sampler).__name__):
         return None
-    config = {k: spell(v) if k == "base" else v for k, v in sampler.config().items()}
+    config = {k: _spelled(k, v) for k, v in sampler.config().items()}
     if ("base" in config and config["base"] is None) or any(callable(value) for value in config.values()):
         return None
     return {"name": type(sampler).__name__, "config": config}
@@ -211,7 +212,14 @@ def read(data: Any) -> Any:
     if data is None:
         return None
     config = {k: read(v) if k == "base" else v for k, v in data["config"].items()}
+    config = {k: LinearSchedule(**v["schedule"]) if isinstance(v, dict) else v for k, v in config.items()}
     return KNOWN[data["name"]](**config)
+
+
+def _spelled(name: str, value: Any) -> Any:
+    if isinstance(value, LinearSchedule):
+        return {"schedule": asdict(value)}
+    return spell(value) if name == "base" else value
 
 
 # What a sample adds that tells how it was drawn, and nothing about its items: type, and shape of each.

@@ -15,8 +15,8 @@ import torch
 
 from millpond.replay import kernels
 from millpond.replay import state as words
-from millpond.replay.drawing import Floats, Ints
-from millpond.replay.prioritized import PrioritizedSampler
+from millpond.replay.drawing import Ints
+from millpond.replay.prioritized import PrioritizedSampler, Weighed
 from millpond.replay.samplers import ConsumingSampler, RandomSampler
 from millpond.replay.slots import Queue, Ring
 from millpond.replay.taken import Tray
@@ -42,7 +42,7 @@ class Shortcut(Protocol):
     def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
         """Write rows, and wake whoever waits for them. Their slots."""
 
-    def set_leaves(self, slots: Ints, numbers: Ints, leaves: Floats) -> int | None:
+    def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
         """Give items other leaves in the sum tree. How many."""
 
 
@@ -55,7 +55,7 @@ class NoShortcut:
     def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
         return None
 
-    def set_leaves(self, slots: Ints, numbers: Ints, leaves: Floats) -> int | None:
+    def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
         return None
 
 
@@ -76,7 +76,7 @@ class LaterShortcut:
         self._count()
         return None
 
-    def set_leaves(self, slots: Ints, numbers: Ints, leaves: Floats) -> int | None:
+    def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
         self._count()
         return None
 
@@ -165,15 +165,17 @@ class CompiledShortcut:
 
     def _take_prioritized(self, n: int, live: int, tray: Tray) -> int:
         sampler: Any = self._engine.sampler
-        if not sampler.tree.total > 0.0:
+        state = self._engine.control.glance()
+        if not sampler.tree.total > 0.0 or sampler.due(state):
             return SLOW
+        beta = sampler.beta_at(state)
         mass = torch.rand(n, generator=self._engine.random.torch, dtype=torch.float64)
         shares = torch.empty(n, dtype=torch.float64)
         code: int = self._kernels.take_prioritized(
             self._plan, n, sampler.stratified, mass.data_ptr(), shares.data_ptr(), *tray.addresses()
         )
         if code >= 0:
-            tray.extra = sampler.weights(shares.numpy())
+            tray.extra = sampler.weights(shares.numpy(), beta)
         return code
 
     def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
@@ -187,10 +189,12 @@ class CompiledShortcut:
         code = self._kernels.put(self._plan, me()[0], rows.data_ptr(), line, number, slots)
         return slots if code == DONE else None
 
-    def set_leaves(self, slots: Ints, numbers: Ints, leaves: Floats) -> int | None:
+    def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
         if not self._sets or not 0 < len(slots) <= self._most or self._engine.control.hook is not None:
             return None
-        done: int = self._kernels.set_leaves(self._plan, me()[0], slots, numbers, leaves)
+        done: int = self._kernels.set_leaves(
+            self._plan, me()[0], weighed.version, slots, numbers, weighed.priorities, weighed.leaves
+        )
         return done if done >= 0 else None
 
 
@@ -203,7 +207,7 @@ def _plan(engine: Engine, compiled: Any) -> tuple[Ints, tuple[Any, ...]]:
     receipts = np.frombuffer(engine.memory.array("receipts"), np.int64)
     kept: list[Any] = [control_memory, rows, receipts]
     given = {
-        **dict.fromkeys(("TREE", "TREE_WORDS", "OFFSETS", "SIZES", "LEVELS"), 0),
+        **dict.fromkeys(("TREE", "TREE_WORDS", "OFFSETS", "SIZES", "LEVELS", "PRIORITIES", "SETTINGS"), 0),
         **addresses,
         **{name: index for name, index in vars(words).items() if isinstance(index, int)},
         "ROWS": rows.base,
@@ -221,12 +225,15 @@ def _plan(engine: Engine, compiled: Any) -> tuple[Ints, tuple[Any, ...]]:
     if type(engine.priorities) is PrioritizedSampler:
         tree = engine.priorities.tree
         memory, offsets, sizes = tree.arguments
-        kept += [memory, offsets, sizes]
+        settings = np.frombuffer(engine.priorities.settings.memory, np.uint8)
+        kept += [memory, offsets, sizes, tree.values, settings]
         given |= {
             "TREE": memory.ctypes.data,
             "TREE_WORDS": len(memory),
             "OFFSETS": offsets.ctypes.data,
             "SIZES": sizes.ctypes.data,
             "LEVELS": len(sizes),
+            "PRIORITIES": tree.values.ctypes.data,
+            "SETTINGS": settings.ctypes.data,
         }
     return np.array([given[name] for name in compiled.PLAN], np.int64), tuple(kept)

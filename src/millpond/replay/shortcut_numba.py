@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 #: What this is compiled together with (`tests/replay/test_kernels.py` knows): Numba's cache looks at this file alone.
-SOURCES = "9aff2ed49dcf1b65"
+SOURCES = "8662e75bc3df89c9"
 
 __all__ = ["PLAN", "gather", "gather_released", "put", "set_leaves", "take_oldest", "take_prioritized", "take_uniform"]
 
@@ -45,8 +45,10 @@ DONE, AGAIN, SLOW = 0, -1, -2  # as in `shortcut`
 
 PLAN = (
     # Addresses: pthread_mutex_t; the word that remembers a dead holder; the commit word; both records; the intent; the
-    # events; the rows; the receipts; the sum tree with its offsets and sizes, where there is one.
-    "MUTEX DEBT COMMIT RECORD_0 RECORD_1 INTENT ITEMS_EVENT SPACE_EVENT ROWS RECEIPTS TREE OFFSETS SIZES "
+    # events; the rows; the receipts; the sum tree with its offsets and sizes, the priorities beside its leaves, and the
+    # version of the settings that these were computed with, where there is one.
+    "MUTEX DEBT COMMIT RECORD_0 RECORD_1 INTENT ITEMS_EVENT SPACE_EVENT ROWS RECEIPTS TREE OFFSETS SIZES PRIORITIES "
+    "SETTINGS "
     # Numbers: 64-bit words of a row, of a record and of the tree; its levels; may old items give way; the rules of the
     # flow, of which RATE_ABOVE is 0 and DEBT_LIMIT is -1 where there is none; the system call.
     "WIDTH RECORD_WORDS TREE_WORDS LEVELS CAPACITY OVERWRITES MIN_SIZE RATE_ABOVE RATE_BELOW DEBT_LIMIT FUTEX "
@@ -69,6 +71,8 @@ PLAN = (
     TREE,
     OFFSETS,
     SIZES,
+    PRIORITIES,
+    SETTINGS,
     WIDTH,
     RECORD_WORDS,
     TREE_WORDS,
@@ -371,14 +375,14 @@ def take_prioritized(
     tree = _floats(plan[TREE], plan[TREE_WORDS])
     offsets = _ints(plan[OFFSETS], plan[LEVELS] + 1)
     sizes = _ints(plan[SIZES], plan[LEVELS])
-    before, record = load_half(plan[COMMIT]), _in_force(plan)
+    before, record, version = load_half(plan[COMMIT]), _in_force(plan), load(plan[SETTINGS])
     fence()
     head, tail = _word(plan, record, HEAD), _word(plan, record, TAIL)
     emptied, rewrites = _word(plan, record, EMPTIED), _word(plan, record, REWRITES)
     fence()
     root = plan[TREE_WORDS] - 32
     total, lowest = tree[root], tree[root + 8]
-    if not total > 0.0:
+    if not total > 0.0 or version & 1:
         return SLOW
     if load_half(plan[COMMIT]) != before:
         return AGAIN
@@ -396,6 +400,9 @@ def take_prioritized(
         if numbers[i] < tail:
             return AGAIN  # a priority is changed a moment before, or after, the state is
         shares[i] = min(lowest / shares[i], 1.0) if shares[i] > 0.0 else 1.0  # 0: its item left meanwhile
+    fence()
+    if load(plan[SETTINGS]) != version:
+        return AGAIN  # the leaves were computed anew meanwhile
     _gather(plan, slots, out)
     return _deliver(plan, n, tail, emptied, rewrites, numbers)
 
@@ -463,15 +470,19 @@ def put(plan: Ints, pid: int, rows: int, line: int, number: int, slots: Ints) ->
     return DONE if done else SLOW  # SLOW: the intent is not settled, so that the next one mends what is half done
 
 
-@compiled("int64(int64[::1], int64, int64[::1], int64[::1], float64[::1])")
-def set_leaves(plan: Ints, pid: int, slots: Ints, numbers: Ints, leaves: Floats) -> int:
-    """Give items of a ring other leaves; of an item named twice the last counts.
+@compiled("int64(int64[::1], int64, int64, int64[::1], int64[::1], float64[::1], float64[::1])")
+def set_leaves(
+    plan: Ints, pid: int, version: int, slots: Ints, numbers: Ints, priorities: Floats, leaves: Floats
+) -> int:
+    """Give items of a ring other priorities, and the leaves that follow from them by the settings of this version; of
+    an item named twice the last counts.
 
     Returns how many items are still live, or -1: not now, and nothing was changed.
     """
     n, capacity = slots.size, plan[CAPACITY]
     tree = _floats(plan[TREE], plan[TREE_WORDS])
     offsets = _ints(plan[OFFSETS], plan[LEVELS] + 1)
+    beside = _floats(plan[PRIORITIES], offsets[1])
     sizes = _ints(plan[SIZES], plan[LEVELS])
     for i in range(n):
         if slots[i] < 0 or slots[i] >= capacity:
@@ -483,13 +494,14 @@ def set_leaves(plan: Ints, pid: int, slots: Ints, numbers: Ints, leaves: Floats)
     head, youngest = _word(plan, record, HEAD), 0
     for i in range(n):
         youngest = max(youngest, numbers[i])
-    if youngest >= head or not _all_live(plan, record, numbers):
+    if youngest >= head or load(plan[SETTINGS]) != version or not _all_live(plan, record, numbers):
         _leave(plan)
         return -1
     settled = _begin(plan, record, pid, n, 0)
     for i in range(n):
-        tree[slots[i]] = leaves[i] + 0.0  # -0.0 becomes 0.0
-    sum_above(tree, offsets, sizes, slots)
+        beside[slots[i]] = priorities[i] + 0.0  # -0.0 becomes 0.0
+        tree[slots[i]] = leaves[i] + 0.0
+    sum_above(tree, beside, offsets, sizes, slots)
     made = _copied(plan, record)
     _set(plan, made, SETTLED, settled)
     done = _publish(plan, ITEMS_EVENT)

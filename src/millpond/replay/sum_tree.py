@@ -1,7 +1,8 @@
 """Draw by priority, and change priorities, in time that grows with the logarithm of the capacity.
 
-An 8-ary pyramid: level 0 holds the leaves, and each node above holds the sum, the least positive leaf, the largest leaf
-and the number of positive leaves below it. The eight children of a node are one cache line. Parents are always
+An 8-ary pyramid: level 0 holds the leaves, and each node above holds the sum, the least positive leaf, the largest
+value and the number of positive leaves below it. A leaf's value is what it was computed from, where its maker keeps
+that. The eight children of a node are one cache line. Parents are always
 recomputed from all of their children and never adjusted by a difference, so nothing drifts, however long a run.
 
 The memory is the caller's, so the same tree can lie in files that several processes map. Zeroed memory is an empty
@@ -72,6 +73,8 @@ class SumTree:
     Args:
         capacity: number of leaves, 1 … 2**31; not rounded.
         memory: a writable buffer of at least ``SumTree.nbytes(capacity)`` bytes, aligned to 8 bytes (64 are faster).
+        values: memory for a number beside each leaf, at least ``values_nbytes(capacity)`` bytes, whose largest is
+            `max`; by default the leaf itself.
         create: True empties the tree; False attaches to what the memory holds.
         engine: ``"numba"`` or ``"numpy"``, which give the same bits. By default the environment variable MILLPOND_TREE
             decides, else Numba is used where it can be imported.
@@ -80,17 +83,13 @@ class SumTree:
         InvalidArgument, InvalidType: before the memory was touched.
     """
 
-    def __init__(self, capacity: int, memory: Any, *, create: bool, engine: EngineName | None = None) -> None:
-        nbytes = self.nbytes(capacity)
-        view = memoryview(memory)
-        if view.readonly or not view.c_contiguous:
-            raise InvalidArgument("the memory of a sum tree must be writable and contiguous")
-        if view.nbytes < nbytes:
-            raise InvalidArgument(f"a sum tree of {capacity} leaves needs {nbytes} bytes, the memory has {view.nbytes}")
-        tree = np.frombuffer(memory, np.uint8, nbytes).view(np.float64)
-        if not tree.flags.aligned:
-            raise InvalidArgument("the memory of a sum tree must be aligned to 8 bytes")
+    def __init__(
+        self, capacity: int, memory: Any, *, values: Any = None, create: bool, engine: EngineName | None = None
+    ) -> None:
+        tree = _words(memory, self.nbytes(capacity), capacity)
         self._layout = Layout.of(capacity)
+        beside = tree if values is None else _words(values, self.values_nbytes(capacity), capacity)
+        self._values = beside[: int(self._layout.offsets[1])]  # with the padding of the last group
         self.arguments = (tree, self._layout.offsets, self._layout.sizes)
         self._root = int(self._layout.offsets[-2])
         self._wanted = _wanted(engine)
@@ -100,6 +99,7 @@ class SumTree:
         self.largest_leaf = float(np.finfo(np.float64).max) / (2 * capacity)
         if create:
             tree.fill(0.0)
+            self._values.fill(0.0)
 
     @staticmethod
     def nbytes(capacity: int) -> int:
@@ -110,6 +110,12 @@ class SumTree:
             raise InvalidArgument(f"the capacity of a sum tree must be 1 … {MAX_CAPACITY}, got {capacity}")
         return 8 * int(Layout.of(capacity).offsets[-1])
 
+    @classmethod
+    def values_nbytes(cls, capacity: int) -> int:
+        """The bytes that the values beside so many leaves need, a multiple of 64."""
+        cls.nbytes(capacity)  # refuses what is no capacity
+        return -(-capacity // 8) * 64
+
     @property
     def capacity(self) -> int:
         return int(self._layout.sizes[0])
@@ -119,12 +125,13 @@ class SumTree:
         do it before a lock is held."""
         return self._engine().name
 
-    def update(self, slots: Ints, leaves: Floats) -> None:
+    def update(self, slots: Ints, leaves: Floats, values: Floats | None = None) -> None:
         """Set ``leaf[slots[i]] = leaves[i]``; of duplicate slots the last wins.
 
         Args:
             slots: int64 ``[n]``, each in ``[0, capacity)``.
             leaves: float64 ``[n]``, each in ``[0, largest_leaf]``.
+            values: float64 ``[n]``, finite and not negative: what stands beside them; the leaves by default.
 
         Raises:
             InvalidArgument: names the first bad entry. Nothing was changed.
@@ -134,17 +141,21 @@ class SumTree:
             raise InvalidArgument(f"{slots.size} slots came with {leaves.size} leaves")
         if slots.size == 0:
             return
-        bad = self._engine().update(*self.arguments, slots, leaves, self.largest_leaf)
+        given = leaves if values is None else values
+        bad = self._engine().update(*self.arguments, self._values, slots, leaves, given, self.largest_leaf)
         if bad >= 0:
             self._check_slot(bad, int(slots[bad]))
             self._check_leaf(float(leaves[bad]))
 
-    def fill_at(self, slots: Ints, leaf: float) -> None:
-        """Set all of ``slots`` (int64 ``[n]``) to one leaf. Raises as `update` does, before anything was changed."""
+    def fill_at(self, slots: Ints, leaf: float, value: float | None = None) -> None:
+        """Set all of ``slots`` (int64 ``[n]``) to one leaf, and one value beside it.
+
+        Raises as `update` does, before anything was changed.
+        """
         slots = _vector(slots, np.int64, "slots")
         leaf = self._check_leaf(leaf)
         if slots.size:
-            bad = self._engine().fill_at(*self.arguments, slots, leaf)
+            bad = self._engine().fill_at(*self.arguments, self._values, slots, leaf, leaf if value is None else value)
             if bad >= 0:
                 self._check_slot(bad, int(slots[bad]))
 
@@ -158,7 +169,7 @@ class SumTree:
         if first_slot < 0 or n < 0 or first_slot + n > self.capacity:
             raise InvalidArgument(f"slots {first_slot} … {first_slot + n - 1} leave the range 0 … {self.capacity - 1}")
         if n:
-            self._engine().fill(*self.arguments, first_slot, n, leaf)
+            self._engine().fill(*self.arguments, self._values, first_slot, n, leaf)
 
     def draw(self, mass: Floats) -> tuple[Ints, Floats]:
         """Map each mass to the slot in whose share of the total it lies; never to a leaf of 0, whatever the rounding.
@@ -190,14 +201,20 @@ class SumTree:
     def rebuild(self) -> int:
         """Recompute everything from the leaves, as after a crash in the middle of an update.
 
-        Leaves that no update can have written (NaN, infinite, negative) become 0.0. Returns how many there were.
+        Leaves that no update can have written (NaN, infinite, negative) become 0.0, with their values. Returns how many
+        there were.
         """
-        return int(self._engine().rebuild(*self.arguments, self.largest_leaf))
+        return int(self._engine().rebuild(*self.arguments, self._values, self.largest_leaf))
 
     @property
     def leaves(self) -> Floats:
         """A view of all leaves, float64 ``[capacity]``. After writing into it, call `rebuild`."""
         return self._tree[: self.capacity]
+
+    @property
+    def values(self) -> Floats:
+        """A view of what stands beside the leaves, float64 ``[capacity]``. After writing into it, call `rebuild`."""
+        return self._values[: self.capacity]
 
     @property
     def total(self) -> float:
@@ -211,7 +228,7 @@ class SumTree:
 
     @property
     def max(self) -> float:
-        """The largest leaf, 0.0 where all are."""
+        """The largest value, 0.0 where all are."""
         return float(self._tree[self._root + 16])
 
     @property
@@ -232,6 +249,18 @@ class SumTree:
         if not 0.0 <= leaf <= self.largest_leaf:
             raise InvalidArgument(f"a leaf must be in 0 … {self.largest_leaf:.3g}, got {leaf}; no leaf was changed")
         return float(leaf) + 0.0  # -0.0 becomes 0.0
+
+
+def _words(memory: Any, nbytes: int, capacity: int) -> Floats:
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous:
+        raise InvalidArgument("the memory of a sum tree must be writable and contiguous")
+    if view.nbytes < nbytes:
+        raise InvalidArgument(f"a sum tree of {capacity} leaves needs {nbytes} bytes, the memory has {view.nbytes}")
+    words = np.frombuffer(memory, np.uint8, nbytes).view(np.float64)
+    if not words.flags.aligned:
+        raise InvalidArgument("the memory of a sum tree must be aligned to 8 bytes")
+    return words
 
 
 def _vector(values: Any, dtype: type[np.generic], name: str) -> NDArray[Any]:
@@ -279,9 +308,10 @@ def _load(wanted: EngineName | None) -> _Engine:
     layout = Layout.of(1)
     tree, slots, ones = np.zeros(int(layout.offsets[-1])), np.zeros(1, np.int64), np.ones(1)
     arguments = (tree, layout.offsets, layout.sizes)
-    engine.fill(*arguments, 0, 1, 1.0)  # Numba links at the first call, and lets go of the GIL while it does
-    engine.fill_at(*arguments, slots, 1.0)
-    engine.update(*arguments, slots, ones, 1.0)
+    values = tree[:8]
+    engine.fill(*arguments, values, 0, 1, 1.0)  # Numba links at the first call, and lets go of the GIL while it does
+    engine.fill_at(*arguments, values, slots, 1.0, 1.0)
+    engine.update(*arguments, values, slots, ones, ones, 1.0)
     engine.draw(*arguments, ones, ones.copy(), slots)
-    engine.rebuild(*arguments, 1.0)
+    engine.rebuild(*arguments, values, 1.0)
     return engine

@@ -89,6 +89,7 @@ class Taker:
                     engine.refuse_impossible(batch=n, insert=state[LAST_INSERT])
                 block = engine.sample_block(state, n)
                 if block is None:
+                    engine.keep_pace(state)
                     taken = self._try(state, n, ahead, tray) if tries < TRIES else self._take_locked(n, ahead)
                     if taken is not None:
                         return taken

@@ -4,7 +4,8 @@
 Each kernel keeps the GIL, as a lock may be held around it. The order of every addition is fixed: `tree_numpy` gives
 the same bits.
 
-The arguments `tree, offsets, sizes` are the memory of a tree and its `sum_tree.Layout`.
+The arguments `tree, offsets, sizes` are the memory of a tree and its `sum_tree.Layout`; `values` are the numbers whose
+largest the nodes keep, one for each leaf.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def _or_inf(a: float) -> float:
 
 
 @inlined
-def _sum_leaves(tree: Floats, child: int, node: int) -> None:
+def _sum_leaves(tree: Floats, values: Floats, child: int, node: int) -> None:
     total, low, high, count = 0.0, inf, 0.0, 0
     for k in range(8):
         leaf = tree[child + k]
         total += leaf
         low = _lower(low, _or_inf(leaf))
-        high = _higher(high, leaf)
+        high = _higher(high, values[child + k])
         count += int(leaf > 0.0)
     tree[node] = total
     tree[node + 8] = low if low < inf else 0.0
@@ -68,69 +69,80 @@ def _sum_nodes(tree: Floats, child: int, node: int) -> None:
 
 
 @inlined
-def _sum_range(tree: Floats, offsets: Ints, sizes: Ints, level: int, first: int, last: int) -> None:
+def _sum_range(tree: Floats, values: Floats, offsets: Ints, level: int, first: int, last: int) -> None:
     below, here = offsets[level - 1], offsets[level]
     if level == 1:
         for node in range(first, last + 1):
-            _sum_leaves(tree, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
+            _sum_leaves(tree, values, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
     else:
         for node in range(first, last + 1):
             _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
 
 
 @inlined
-def sum_above(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
+def sum_above(tree: Floats, values: Floats, offsets: Ints, sizes: Ints, slots: Ints) -> None:
     """Recompute every ancestor of `slots`, a level at a time, so that repeated nodes cost time and nothing else."""
     n = slots.size
     for level in range(1, sizes.size):
         if sizes[level] <= n:
-            _sum_range(tree, offsets, sizes, level, 0, sizes[level] - 1)
+            _sum_range(tree, values, offsets, level, 0, sizes[level] - 1)
             continue
         below, here, shift, previous = offsets[level - 1], offsets[level], 3 * level, -1
         for i in range(n):
             node = slots[i] >> shift
             if node != previous:
                 if level == 1:
-                    _sum_leaves(tree, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
+                    _sum_leaves(tree, values, below + 8 * node, here + 32 * (node >> 3) + (node & 7))
                 else:
                     _sum_nodes(tree, below + 32 * node, here + 32 * (node >> 3) + (node & 7))
                 previous = node
 
 
-@compiled(f"int64({_TREE}, int64[::1], float64[::1], float64)")
-def update(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaves: Floats, largest: float) -> int:
-    """Write `leaves`; return -1, or the position of the first bad entry, and then nothing was written."""
+@compiled(f"int64({_TREE}, float64[::1], int64[::1], float64[::1], float64[::1], float64)")
+def update(
+    tree: Floats, offsets: Ints, sizes: Ints, values: Floats, slots: Ints, leaves: Floats, given: Floats, largest: float
+) -> int:
+    """Write `leaves`, and beside them what is `given`.
+
+    Return -1, or the position of the first bad entry, and then nothing was written.
+    """
     n, capacity = slots.size, sizes[0]
     for i in range(n):
         leaf = leaves[i]
         if slots[i] < 0 or slots[i] >= capacity or not (leaf >= 0.0 and leaf <= largest):
             return i
     for i in range(n):
-        tree[slots[i]] = leaves[i] + 0.0  # -0.0 becomes 0.0
-    sum_above(tree, offsets, sizes, slots)
+        values[slots[i]] = given[i] + 0.0  # -0.0 becomes 0.0
+        tree[slots[i]] = leaves[i] + 0.0
+    sum_above(tree, values, offsets, sizes, slots)
     return -1
 
 
-@compiled(f"int64({_TREE}, int64[::1], float64)")
-def fill_at(tree: Floats, offsets: Ints, sizes: Ints, slots: Ints, leaf: float) -> int:
-    """Write one leaf; return -1, or the position of the first bad slot, and then nothing was written."""
+@compiled(f"int64({_TREE}, float64[::1], int64[::1], float64, float64)")
+def fill_at(tree: Floats, offsets: Ints, sizes: Ints, values: Floats, slots: Ints, leaf: float, given: float) -> int:
+    """Write one leaf, and beside it what is `given`.
+
+    Return -1, or the position of the first bad slot, and then nothing was written.
+    """
     n, capacity = slots.size, sizes[0]
     for i in range(n):
         if slots[i] < 0 or slots[i] >= capacity:
             return i
     for i in range(n):
+        values[slots[i]] = given
         tree[slots[i]] = leaf
-    sum_above(tree, offsets, sizes, slots)
+    sum_above(tree, values, offsets, sizes, slots)
     return -1
 
 
-@compiled(f"void({_TREE}, int64, int64, float64)")
-def fill(tree: Floats, offsets: Ints, sizes: Ints, first: int, n: int, leaf: float) -> None:
+@compiled(f"void({_TREE}, float64[::1], int64, int64, float64)")
+def fill(tree: Floats, offsets: Ints, sizes: Ints, values: Floats, first: int, n: int, leaf: float) -> None:
     """Write one leaf into a range that the caller has checked."""
     for slot in range(first, first + n):
+        values[slot] = leaf
         tree[slot] = leaf
     for level in range(1, sizes.size):
-        _sum_range(tree, offsets, sizes, level, first >> 3 * level, (first + n - 1) >> 3 * level)
+        _sum_range(tree, values, offsets, level, first >> 3 * level, (first + n - 1) >> 3 * level)
 
 
 @inlined
@@ -180,8 +192,8 @@ def draw(tree: Floats, offsets: Ints, sizes: Ints, mass: Floats, left: Floats, s
     walk(tree, offsets, sizes, mass, left, slots)
 
 
-@compiled(f"int64({_TREE}, float64)")
-def rebuild(tree: Floats, offsets: Ints, sizes: Ints, largest: float) -> int:
+@compiled(f"int64({_TREE}, float64[::1], float64)")
+def rebuild(tree: Floats, offsets: Ints, sizes: Ints, values: Floats, largest: float) -> int:
     """Zero impossible leaves and all padding, recompute the rest; return how many leaves that were."""
     dropped = 0
     for slot in range(offsets[1]):
@@ -189,8 +201,10 @@ def rebuild(tree: Floats, offsets: Ints, sizes: Ints, largest: float) -> int:
         fine = slot < sizes[0] and leaf >= 0.0 and leaf <= largest
         dropped += int(slot < sizes[0] and not fine)
         tree[slot] = leaf + 0.0 if fine else 0.0  # -0.0 becomes 0.0
+        if slot < sizes[0]:
+            values[slot] = values[slot] if fine and 0.0 <= values[slot] < inf else 0.0
     for level in range(1, sizes.size):
         for word in range(offsets[level + 1] - 32, offsets[level + 1]):
             tree[word] = 0.0
-        _sum_range(tree, offsets, sizes, level, 0, sizes[level] - 1)
+        _sum_range(tree, values, offsets, level, 0, sizes[level] - 1)
     return dropped

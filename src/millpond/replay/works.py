@@ -134,11 +134,11 @@ class Works:
         n = rows.shape[0]
         if n == 0:
             return None
-        leaves = None
+        weighed = None
         if priority is not None:
             if self.engine.priorities is None:
                 raise InvalidArgument(f"priority= needs a PrioritizedSampler, this buffer has {self.rules.sampler!r}")
-            leaves = self.engine.priorities.leaves(priority, n)
+            weighed = self.engine.priorities.weigh(priority, n)
         if self.rules.check_finite:
             schema = self.known_schema()
             rulebook.refuse_nonfinite({field.key: schema.column(rows, field.key) for field in schema.fields})
@@ -148,7 +148,7 @@ class Works:
             )
         if n > self.rules.capacity:
             self.engine.refuse_impossible(insert=n)
-        return self.writer.put(rows, leaves, timeout=timeout, cancel=cancel, receipt=receipt)
+        return self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt)
 
     def tray(self, n: int) -> Tray | None:
         """Memory for a batch of n, laid out for its caller; None as long as no schema is known."""

@@ -13,8 +13,9 @@ import torch
 
 from millpond.core.errors import BufferFull, DeadlineExceeded, Unsatisfiable
 from millpond.flow.limiter import Block, pressure
-from millpond.replay.drawing import Floats, Ints, State
+from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
+from millpond.replay.prioritized import Weighed
 from millpond.replay.slots import Ring
 from millpond.replay.state import (
     CLOSED,
@@ -43,7 +44,7 @@ class Writer:
     def put(
         self,
         rows: torch.Tensor,
-        leaves: Floats | None,
+        weighed: Weighed | None,
         *,
         timeout: float | None,
         cancel: Any,
@@ -69,7 +70,7 @@ class Writer:
                     if block is None:
                         excess = state[LIVE] + n - engine.capacity
                         if excess <= 0 or engine.slots.evict(state, excess):
-                            return self._write(state, rows, leaves, excess, receipt)
+                            return self._write(state, rows, weighed, excess, receipt)
                     elif self._drops(state, n, block):
                         return None
                     else:
@@ -128,7 +129,7 @@ class Writer:
         return engine.count_block(state, wait, PRODUCER_BLOCKS, engine.space_event)
 
     def _write(
-        self, state: State, rows: torch.Tensor, leaves: Floats | None, excess: int, receipt: tuple[int, int] | None
+        self, state: State, rows: torch.Tensor, weighed: Weighed | None, excess: int, receipt: tuple[int, int] | None
     ) -> Ints:
         """Under the lock. ``state`` has the evictions, not yet committed."""
         engine, n, head = self._engine, rows.shape[0], state[HEAD]
@@ -142,7 +143,7 @@ class Writer:
         else:
             engine.rows.write_at(slots, rows)
         if engine.priorities is not None:
-            engine.priorities.wrote(slots, leaves)
+            engine.priorities.wrote(slots, weighed)
         if engine.unlimited:
             state[EXEMPT_WRITES] += max(0, state[WRITES] + n - max(engine.flow.min_size, state[WRITES]))
         engine.slots.add(state, slots, n)

@@ -19,7 +19,7 @@ from millpond.remote.line import COLLECT, Line
 from millpond.remote.messages import SMALL, Message, decode, encode, number_of, payload_nbytes
 from millpond.remote.parking import Call, Lot
 from millpond.remote.switchboard import Switchboard
-from millpond.remote.transfer import PIECE, Incoming, Outgoing
+from millpond.remote.transfer import PIECE, Spool, places
 
 # ---------------------------------------------------------------------- messages
 SIZES = {"empty": 0, "small": 100, "brim": SMALL, "large": SMALL + 1}
@@ -110,24 +110,23 @@ def test_an_error_that_nobody_expected_brings_its_traceback():
 
 
 def test_a_state_travels_in_pieces():
-    state = {
-        "rows": torch.arange(PIECE + 100).to(torch.uint8).view(-1, 4),
-        "inside": {"list": [torch.tensor(1.5), {"n": None}], "text": "x"},
-        "nothing": torch.empty(0, 3),
-    }
-    sent = Outgoing(state)
-    got = Incoming(sent.tree, sent.sections)
-    assert got.pieces() == sent.pieces()
-    assert len(sent.pieces()) == 3
-    for section, at in sent.pieces():
-        got.put(section, at, sent.piece(section, at))
-    back = got.state()
-    assert torch.equal(back["rows"], state["rows"])
-    assert float(back["inside"]["list"][0]) == 1.5
-    assert back["inside"]["list"][1] == {"n": None}
-    assert back["nothing"].shape == (0, 3)
-    with pytest.raises(errors.CheckpointError):
-        Incoming(sent.tree, [["float33", [2]]])
+    nbytes = 2 * PIECE + 100
+    sent, got = Spool(), Spool(nbytes)
+    sent.file.write(bytes(range(250)) * (nbytes // 250) + bytes(nbytes % 250))
+    sent.file.flush()
+    assert sent.nbytes == nbytes
+    assert list(places(nbytes)) == [0, PIECE, 2 * PIECE]
+    for at in reversed(list(places(nbytes))):
+        got.put(at, sent.piece(at))
+    sent.file.seek(0)
+    got.file.seek(0)
+    assert got.file.read() == sent.file.read()
+    for at in (-1, nbytes - 1, 1.0, None, 1 << 70):
+        with pytest.raises(errors.InvalidArgument, match="do not fit"):
+            got.put(at, torch.zeros(2, dtype=torch.uint8))
+    for at in (-1, nbytes, "0", 1 << 70):
+        with pytest.raises(errors.InvalidArgument, match="has no piece"):
+            sent.piece(at)
 
 
 # ---------------------------------------------------------------------- the ledger

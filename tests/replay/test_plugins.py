@@ -14,6 +14,7 @@ from waits import Call, until
 
 from millpond import Flow, ReplayBuffer
 from millpond.core.errors import CheckpointError, InvalidType, NotReady, NotShareable, Unsatisfiable
+from millpond.core.schema import Schema
 from millpond.replay import PrioritizedSampler, RandomSampler
 from millpond.replay.drawing import Sampler
 from millpond.replay.storage import Storage
@@ -152,15 +153,22 @@ def test_in_another_process(method: str, moved: bool, tmp_path: Path) -> None:
 
 
 class Failing(CompressedStorage):
-    """Refuses one write."""
+    """Refuses one write, or to be bound once more."""
 
     fails = False
 
+    def bind(self, schema: Schema) -> None:
+        self._fail()
+        super().bind(schema)
+
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        self._fail()
+        super().write(slots, rows)
+
+    def _fail(self) -> None:
         if self.fails:
             self.fails = False
             raise OSError("no")
-        super().write(slots, rows)
 
 
 def test_sharing_that_fails_leaves_the_buffer_as_it_was(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from millpond.remote.ledger import Ledger
 from millpond.remote.messages import Message
 from millpond.remote.packed import Packed, Side
 from millpond.remote.parking import Call, Lot
-from millpond.remote.transfer import Incoming, Outgoing
+from millpond.remote.transfer import Spool
+from millpond.replay import checkpoint, container
 from millpond.replay.drawing import Ints
 from millpond.replay.taken import Taken
 
@@ -31,8 +32,8 @@ class Client:
     id: bytes
     notify: Notify
     ledger: Ledger = field(default_factory=Ledger)
-    outgoing: Outgoing | None = None
-    incoming: Incoming | None = None
+    outgoing: Spool | None = None
+    incoming: Spool | None = None
 
 
 class Answers:
@@ -226,33 +227,37 @@ class Answers:
 
     # ------------------------------------------------------------------ checkpoints, piece by piece
     def _state(self, client: Client, asked: Message) -> Message:
-        client.outgoing = Outgoing(self._packed.buffer.state_dict())
-        return _done(tree=client.outgoing.tree, sections=client.outgoing.sections)
+        client.outgoing = Spool()
+        checkpoint.write(self._packed.buffer._works, client.outgoing.file)
+        return _done(nbytes=client.outgoing.nbytes)
 
     def _fetch(self, client: Client, asked: Message) -> Message:
         if client.outgoing is None:
             raise InvalidArgument("there is no state to fetch from")
-        return Message("done", tensors={"piece": client.outgoing.piece(asked.fields["section"], asked.fields["at"])})
+        return Message("done", tensors={"piece": client.outgoing.piece(asked.fields["at"])})
 
     def _fetched(self, client: Client, asked: Message) -> Message:
         client.outgoing = None
         return _done()
 
     def _offer(self, client: Client, asked: Message) -> Message:
-        client.incoming = Incoming(asked.fields["tree"], asked.fields["sections"])
+        nbytes = asked.fields["nbytes"]
+        if type(nbytes) is not int:
+            raise InvalidArgument(f"a state of {nbytes!r:.40} bytes")
+        client.incoming = Spool(nbytes)
         return _done()
 
     def _bring(self, client: Client, asked: Message) -> Message:
         if client.incoming is None:
             raise InvalidArgument("no state was offered")
-        client.incoming.put(asked.fields["section"], asked.fields["at"], asked.tensors["piece"])
+        client.incoming.put(asked.fields["at"], asked.tensors["piece"])
         return _done()
 
     def _load(self, client: Client, asked: Message) -> Message:
         if client.incoming is None:
             raise InvalidArgument("no state was offered")
-        state, client.incoming = client.incoming.state(), None
-        self._packed.buffer.load_state_dict(state)
+        spool, client.incoming = client.incoming, None
+        checkpoint.load_state_dict(self._packed.buffer._works, container.read(spool.file, "what was sent"))
         return _done()
 
     # ------------------------------------------------------------------ ends

@@ -17,7 +17,6 @@ from millpond.flow.limiter import Flow
 from millpond.remote.connecting import Backend, check_schema, choose, reach
 from millpond.remote.owner import Owner, check_transport, this_host
 from millpond.remote.proxy import Proxy
-from millpond.replay import checkpoint
 from millpond.replay.buffer import Handle, ReplayBuffer
 from millpond.replay.drawing import Sampler
 from millpond.replay.waiting import check_timeout
@@ -254,12 +253,11 @@ class ReplayClient:
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """As ``ReplayBuffer.dumps``: to a file of this process's host."""
-        checkpoint.check_path(path)
-        checkpoint.write(self.state_dict(), path)
+        self._buffer.dumps(path)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """As ``ReplayBuffer.loads``: from a file of this process's host."""
-        self.load_state_dict(checkpoint.read(path))
+        self._buffer.loads(path)
 
     def client(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 
@@ -14,7 +15,8 @@ from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, N
 from millpond.core.schema import Batch, Schema
 from millpond.remote.messages import Message
 from millpond.remote.session import Patience, Session
-from millpond.remote.transfer import Incoming, Outgoing
+from millpond.remote.transfer import Spool, piece, places, put
+from millpond.replay import checkpoint, container
 from millpond.replay import rules as rulebook
 from millpond.replay.desk import Desk
 from millpond.replay.editing import index_of, named
@@ -258,19 +260,35 @@ class Proxy:
 
     # ------------------------------------------------------------------ saving
     def state_dict(self) -> dict[str, Any]:
-        said = self._session.call("state").fields
-        state = Incoming(said["tree"], said["sections"])
-        for section, at in state.pieces():
-            piece = self._session.call("fetch", {"section": section, "at": at}).tensors["piece"]
-            state.put(section, at, piece)
-        self._session.call("fetched")
-        return state.state()
+        spool = Spool()
+        self._fetch(spool.file)
+        state: dict[str, Any] = checkpoint.whole(container.read(spool.file, "what came"))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sent = Outgoing(state)
-        self._session.call("offer", {"tree": sent.tree, "sections": sent.sections})
-        for section, at in sent.pieces():
-            self._session.call("bring", {"section": section, "at": at}, {"piece": sent.piece(section, at)})
+        spool = Spool()
+        container.write(spool.file, state)
+        self._bring(spool.file)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        with container.replacing(path) as file:
+            self._fetch(file)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        with container.reading(path) as file:
+            self._bring(file)
+
+    def _fetch(self, file: BinaryIO) -> None:
+        nbytes = self._session.call("state").fields["nbytes"]
+        for at in places(nbytes):
+            put(file, at, self._session.call("fetch", {"at": at}).tensors["piece"], nbytes)
+        self._session.call("fetched")
+
+    def _bring(self, file: BinaryIO) -> None:
+        nbytes = os.fstat(file.fileno()).st_size
+        self._session.call("offer", {"nbytes": nbytes})
+        for at in places(nbytes):
+            self._session.call("bring", {"at": at}, {"piece": piece(file, at)})
         self._session.call("load")
         self._schema = None
 

@@ -1,61 +1,63 @@
-"""Checkpoints on the wire: the tree of a state first, then its tensors, in pieces that do not grow with the buffer."""
+"""Checkpoints on the wire: the bytes of the file that they are, in pieces that do not grow with the buffer.
+
+At both ends they pass through a file, so that neither has a copy of the rows in memory.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
 
-from millpond.core.errors import CheckpointError
-from millpond.replay.checkpoint import lift, lower
+from millpond.core.errors import InvalidArgument
 
 PIECE = 16 << 20  # bytes
 
 
-class Outgoing:
-    """A state that is being sent. ``sections`` are [type, shape] of each tensor that the ``tree`` refers to."""
+class Spool:
+    """A checkpoint on its way, in a file without a name in the directory for temporary files (``TMPDIR``).
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        sections: list[tuple[dict[str, Any], memoryview]] = []
-        self.tree = lift(state, sections)
-        self.sections = [[about["dtype"], about["shape"]] for about, _ in sections]
-        self._bytes = [torch.from_numpy(np.frombuffer(view, np.uint8)) for _, view in sections]
+    ``expected``: bytes that will be `put` into it.
+    """
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Section and offset of every piece."""
-        return pieces([flat.numel() for flat in self._bytes])
+    def __init__(self, expected: int = 0) -> None:
+        self.file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  # closed with this object
+        weakref.finalize(self, self.file.close)
+        self._expected = expected
 
-    def piece(self, section: int, at: int) -> torch.Tensor:
-        """The bytes of one."""
-        return self._bytes[section][at : at + PIECE]
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
 
+    def put(self, at: Any, piece: torch.Tensor) -> None:
+        """A piece has come. Raises ``InvalidArgument`` where it is none of this file."""
+        put(self.file, at, piece, self._expected)
 
-class Incoming:
-    """A state that is being received, at first with zeros in it. Raises ``CheckpointError`` where it is none."""
-
-    def __init__(self, tree: Any, sections: list[Any]) -> None:
-        self._tree = tree
-        try:
-            self._tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in sections]
-        except (TypeError, ValueError, AttributeError, RuntimeError) as problem:
-            raise CheckpointError(f"this is no state of a replay buffer: {problem}") from problem
-        self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in self._tensors]
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Section and offset of every piece."""
-        return pieces([flat.numel() for flat in self._bytes])
-
-    def put(self, section: int, at: int, piece: torch.Tensor) -> None:
-        """A piece has come."""
-        self._bytes[section][at : at + piece.numel()] = piece
-
-    def state(self) -> dict[str, Any]:
-        """The whole."""
-        state: dict[str, Any] = lower(self._tree, self._tensors)
-        return state
+    def piece(self, at: Any) -> torch.Tensor:
+        """The bytes from ``at`` on."""
+        if type(at) is not int or not 0 <= at < self.nbytes:
+            raise InvalidArgument(f"a file of {self.nbytes} bytes has no piece at {at!r:.40}")
+        return piece(self.file, at)
 
 
-def pieces(sizes: list[int]) -> list[tuple[int, int]]:
-    """Section and offset of every piece of sections of these sizes."""
-    return [(section, at) for section, nbytes in enumerate(sizes) for at in range(0, nbytes, PIECE)]
+def put(file: BinaryIO, at: Any, piece: torch.Tensor, nbytes: int) -> None:
+    """Write a piece into a file that will have ``nbytes``. Raises ``InvalidArgument`` where it does not fit in."""
+    if type(at) is not int or piece.dtype is not torch.uint8 or not 0 <= at <= nbytes - piece.numel():
+        raise InvalidArgument(f"{piece.numel()} {piece.dtype} at {at!r:.40} do not fit into {nbytes} bytes")
+    view, done = piece.contiguous().reshape(-1).numpy().data, 0
+    while done < len(view):
+        done += os.pwrite(file.fileno(), view[done:], at + done)
+
+
+def piece(file: BinaryIO, at: int) -> torch.Tensor:
+    """Up to 16 MiB of a file from ``at`` on."""
+    return torch.frombuffer(bytearray(os.pread(file.fileno(), PIECE, at)), dtype=torch.uint8)
+
+
+def places(nbytes: int) -> Iterator[int]:
+    """Where each piece of so many bytes begins."""
+    return iter(range(0, nbytes, PIECE))

@@ -19,8 +19,9 @@ import torch
 
 from millpond.core.errors import CheckpointError, InvalidArgument, NotShareable
 from millpond.core.schema import Key, Schema
-from millpond.replay import checkpoint
+from millpond.replay import container
 from millpond.replay import state as words
+from millpond.replay.container import Column
 from millpond.replay.drawing import Bools, Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.memory import Memory, read_rules
@@ -209,12 +210,16 @@ class _Saved:
     def __init__(self, saved: dict[str, Any], schema: Schema) -> None:
         self.state = [saved["state"].get(name, 0) for name in words.NAMES]
         self.capacity, self.schema, self.size = saved["capacity"], schema, len(saved["slots"])
-        self.slots: Ints = saved["slots"].numpy()
-        self.rows: torch.Tensor = saved["rows"]
+        self.slots: Ints = saved["slots"].whole().numpy()
+        self._rows: Column = saved["rows"]
+        if self._rows.shape != (self.size, schema.row_nbytes) or self.slots.ndim != 1:
+            raise ValueError(f"rows of shape {self._rows.shape}")
         self.numbers = np.arange(self.state[words.HEAD] - self.size, self.state[words.HEAD])
+        self._by_age = np.arange(self.size)
         if "slots" in saved["arrays"]:  # a pool: items left in any order
-            numbers = saved["arrays"]["slots"].view(torch.int64).view(4, -1)[2].numpy()
-            self.numbers = numbers[self.slots]
+            self.numbers = saved["arrays"]["slots"].words(2 * self.capacity, 3 * self.capacity)[self.slots]
+            self._by_age = np.argsort(self.numbers, kind="stable")
+            self.slots, self.numbers = self.slots[self._by_age], self.numbers[self._by_age]
 
     def since(self, number: int) -> tuple[Ints, Ints]:
         return self.slots, self.numbers
@@ -223,33 +228,52 @@ class _Saved:
         return np.ones(len(slots), bool)
 
     def read(self, slots: Ints, keys: list[Key]) -> list[torch.Tensor]:
-        return [self.schema.column(self.rows, key) for key in keys]
+        parts: list[list[torch.Tensor]] = [[] for _ in keys]
+        for a, b in list(self._rows.spans()) or [(0, 0)]:
+            piece = self._rows.read(a, b)
+            for part, key in zip(parts, keys, strict=True):
+                part.append(self.schema.column(piece, key).clone())
+        return [torch.cat(part)[torch.from_numpy(self._by_age)] for part in parts]
+
+    def youngest(self, n: int) -> list[Report]:
+        """Number, slot and values of n items."""
+        places = range(max(0, self.size - n), self.size)
+        rows = [self._rows.read(int(self._by_age[i]), int(self._by_age[i]) + 1)[0] for i in places]
+        found = zip(rows, self.numbers[places], self.slots[places], strict=True)
+        return [describe_row(self.schema, row, number, slot) for row, number, slot in found]
 
 
 def _saved(path: Path, rows: int) -> Report:
-    saved = checkpoint.read(path)
     try:
-        schema = None if saved["schema"] is None else Schema.from_json(saved["schema"])
-        state: State = [saved["state"].get(name, 0) for name in words.NAMES]
-        items = None if schema is None else _Saved(saved, schema)
-        youngest: list[Report] = []
-        if items is not None and schema is not None:
-            places = range(max(0, items.size - rows), items.size)
-            youngest = [describe_row(schema, items.rows[i], items.numbers[i], items.slots[i]) for i in places]
-        return {
-            "path": str(path),
-            "kind": "checkpoint",
-            "format": saved["format"],
-            "nbytes": path.stat().st_size,
-            "schema": describe_schema(schema),
-            "counters": {"capacity": saved["capacity"], **counted(state)},
-            "sampler": json.loads(saved["sampler"]),
-            "consume_after_n_samples": saved["deliveries"] or None,
-            "episodes": None if items is None else episodes_of(items),
-            "rows": youngest,
-        }
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError(f"{path} is no checkpoint of a replay buffer: {problem!r}") from problem
+        with container.opened(path) as saved:
+            schema = None if saved["schema"] is None else Schema.from_json(saved["schema"])
+            state: State = [saved["state"].get(name, 0) for name in words.NAMES]
+            items = None if schema is None else _Saved(saved, schema)
+            return {
+                "path": str(path),
+                "kind": "checkpoint",
+                "format": saved["format"],
+                "nbytes": path.stat().st_size,
+                "schema": describe_schema(schema),
+                "counters": {"capacity": saved["capacity"], **counted(state)},
+                "sampler": json.loads(saved["sampler"]),
+                "consume_after_n_samples": saved["deliveries"] or None,
+                "episodes": None if items is None else episodes_of(items),
+                "rows": [] if items is None else items.youngest(rows),
+            }
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as problem:
+        if isinstance(problem, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is no checkpoint of a replay buffer: {problem!r:.200}") from problem
 
 
 # ---------------------------------------------------------------------- parts of a report

@@ -289,6 +289,16 @@ class PrioritizedSampler:
             if (values.exponent, values.eps) != (before.exponent, before.eps):
                 self._rebuild(live(), values)
 
+    def check_saved(self, settings: bytes | None, config: dict[str, Any], highest: float) -> None:
+        """Raises ``InvalidArgument`` where `restore` could not go on with these settings and this highest priority."""
+        values = self._settings.now()
+        values = values._replace(beta=config["beta"]) if settings is None else self._settings.restored(settings)
+        setting("alpha", values.alpha)
+        setting("beta", values.beta, most=1.0)
+        number("eps", values.eps)
+        if self._too_large(highest, values):
+            raise InvalidArgument(f"priority {highest:g} is too large for a tree of {self._capacity} items")
+
     def restore(self, saved: dict[str, Any], config: dict[str, Any], state: State, live: Ints) -> None:
         """A checkpoint was written into the memory, of which ``saved`` are the arrays: go on with its priorities.
 

@@ -223,7 +223,7 @@ def _spelled(name: str, value: Any) -> Any:
 
 
 # What a sample adds that tells how it was drawn, and nothing about its items: type, and shape of each.
-_DRAWN: dict[str, tuple[str, tuple[int, ...]]] = {
+DRAWN: dict[str, tuple[str, tuple[int, ...]]] = {
     "index": ("int64", ()),
     "generation": ("int64", ()),
     "priority_weight": ("float32", ()),
@@ -248,9 +248,9 @@ def without_draw(items: Any, schema: Schema | None, *, dims: int) -> Any:
     They were sampled where they carry an ``index`` and a ``generation``. ``dims`` is 1 for a batch, 0 for an item.
     """
     leaves = leaves_of(items)
-    found = {key: leaves[key] for key in ((name,) for name in _DRAWN) if key in leaves}
+    found = {key: leaves[key] for key in ((name,) for name in DRAWN) if key in leaves}
     size = tuple(getattr(found.get(("index",)), "shape", ()))
-    kinds = {key: (_DRAWN[key[0]][0], size + _DRAWN[key[0]][1]) for key in found}
+    kinds = {key: (DRAWN[key[0]][0], size + DRAWN[key[0]][1]) for key in found}
     drawn = {key for key, value in found.items() if _described(value) == kinds[key]}
     if len(size) != dims or not {("index",), ("generation",)} <= drawn:
         return leaves

@@ -65,14 +65,15 @@ class TensorStorage:
         self.schema: Schema | None = None
         self.rows: torch.Tensor | None = None
         self._words: torch.Tensor | None = None
+        self._memory: Any = None
 
     def bind(self, schema: Schema) -> None:
         if self.schema is not None:
             return
         nbytes = self.capacity * schema.row_nbytes
         if self.device.type == "cpu":
-            memory: Any = mapped.anonymous(nbytes)
-            rows = torch.frombuffer(memory, dtype=torch.uint8)
+            self._memory = mapped.anonymous(nbytes)
+            rows = torch.frombuffer(self._memory, dtype=torch.uint8)
         else:
             free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else nbytes
             if nbytes > free:
@@ -93,8 +94,18 @@ class TensorStorage:
         assert self._words is not None
         return self._words.index_select(0, slots.to(self.device)).view(torch.uint8)
 
+    def forget(self, first: int, last: int) -> None:
+        """The rows of slots ``first`` to ``last - 1`` are needed no more: give back the memory of their own that they
+        have."""
+        if self._memory is None or self.schema is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        width, page = self.schema.row_nbytes, mmap.PAGESIZE
+        begin, end = -(-first * width // page) * page, last * width // page * page
+        if begin < end:
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def close(self) -> None:
-        self.rows = self._words = None
+        self.rows = self._words = self._memory = None
         self.schema = None
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from millpond import ReplayBuffer
 from millpond.replay import kernels
 from millpond.replay import PrioritizedSampler, RandomSampler
 
-N, WIDTH = 200_000, 250  # 200 MB of rows
+N, WIDTH = 120_000, 250  # 120 MB of rows
 path, took = sys.argv[1], {}
 
 def status(word):

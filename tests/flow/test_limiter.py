@@ -374,8 +374,8 @@ FULL = counts(live=97, evictable=False, consuming=True)
             "space",
         ),
         (
-            Flow(),
-            counts(),
+            Flow(admission="raise"),
+            counts(evictable=False),
             101,
             "an insert of 101 items never fits: it waits until the capacity of 100 is raised",
             "nobody",
@@ -392,6 +392,10 @@ FULL = counts(live=97, evictable=False, consuming=True)
 def test_why_an_insert_waits(flow: Flow, state: Counts, n: int, reason: str, waits_for: str) -> None:
     """flow-2, flow-6, flow-10."""
     assert insert_block(flow, state, n) == (reason, waits_for)
+
+
+def test_where_the_oldest_are_overwritten_any_number_of_items_has_room() -> None:
+    assert insert_block(Flow(), counts(live=100), 101) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- deadlocks
@@ -571,7 +575,8 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
     ("flow", "capacity", "distinct", "batch", "insert", "deliveries", "words"),
     [
         (Flow(), 100, True, 101, 0, None, "a batch of 101 distinct items never fits the capacity of 100"),
-        (Flow(), 100, False, 101, 101, None, "an insert of 101 items never fits the capacity of 100"),
+        (Flow(), 100, False, 101, 101, None, None),
+        (Flow(admission="raise"), 100, False, 101, 101, None, "an insert of 101 items never fits the capacity of 100"),
         (
             Flow(admission="block", high_watermark=101),
             100,

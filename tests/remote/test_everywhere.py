@@ -25,7 +25,6 @@ from millpond.core.errors import (
     NonFinite,
     NotReady,
     SchemaMismatch,
-    Unsatisfiable,
 )
 from millpond.core.schema import Schema
 from millpond.replay import (
@@ -153,8 +152,6 @@ def test_arguments_are_judged_first(make):
     for n, error in ((0, InvalidArgument), (2.0, InvalidType), (True, InvalidType)):
         with pytest.raises(error):
             buffer.sample(n)
-    with pytest.raises(Unsatisfiable):
-        buffer.extend(batch(11))
     with pytest.raises(InvalidArgument, match="PrioritizedSampler"):
         buffer.extend(batch(2), priority=1.0)
     with pytest.raises(InvalidArgument, match="PrioritizedSampler"):

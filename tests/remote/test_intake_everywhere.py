@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, SchemaMismatch
+from millpond import BlockingReplayBuffer
+from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, SchemaMismatch, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.replay import PrioritizedSampler
 
@@ -90,3 +91,17 @@ def test_an_index_gives_its_own_shape(make: Any) -> None:
     for index in ("x", None, (0, 1), slice(0.5, 1)):
         with pytest.raises(InvalidType):
             buffer[index]
+
+
+def test_a_batch_above_the_capacity(make: Any) -> None:
+    buffer = make(7)
+    buffer.extend({"x": torch.arange(3)})
+    assert buffer.extend({"x": torch.arange(3, 30)}).tolist() == [n % 7 for n in range(3, 30)]
+    assert buffer[:]["x"].tolist() == list(range(23, 30))
+    assert (buffer.write_count, buffer.stats()["overwritten"]) == (30, 23)
+
+
+def test_it_never_fits_where_nothing_is_overwritten(make: Any) -> None:
+    buffer = make(7, kind=BlockingReplayBuffer)
+    with pytest.raises(Unsatisfiable, match="8 items never fits the capacity of 7"):
+        buffer.extend({"x": torch.arange(8)})

@@ -238,7 +238,7 @@ def test_odd_timeouts_are_refused_at_once(timeout: Any) -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     """flow-6"""
-    rb = ReplayBuffer(10, consume_after_n_samples=1)
+    rb = ReplayBuffer(10, consume_after_n_samples=1, flow=Flow(admission="raise"))
     with pytest.raises(Unsatisfiable):
         rb.extend(transitions(11))
     rb.extend(transitions(10))

@@ -271,7 +271,7 @@ def usual(rb: ReplayBuffer, name: str, n: int, before: list[int], answer: Any) -
         dropped = len(answer) == 0 if name == "extend" else answer == -1
         known = flow.samples_per_insert is None or before[LAST_INSERT] == size
         huge = rb._works.engine.control.peek()[NAMES.index("receipt_number")] >= 2**63
-        return rb._works.engine.priorities is None and not dropped and known and not huge
+        return rb._works.engine.priorities is None and not dropped and known and not huge and size <= rb.capacity
     if name == "sample":
         known = flow.samples_per_insert is None or before[LAST_SAMPLE] == n
         return known and not isinstance(rb.sampler, SamplerWithoutReplacement)

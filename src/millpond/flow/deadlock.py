@@ -60,7 +60,7 @@ def unsatisfiable(
     evicts = flow.admission == "overwrite"
     if consuming and batch > capacity:
         return f"a batch of {batch} distinct items never fits the capacity of {capacity}: lower batch_size"
-    if insert > capacity:
+    if insert > capacity and not evicts:
         return f"an insert of {insert} items never fits the capacity of {capacity}: insert fewer at a time"
     if flow.high_watermark is not None and flow.high_watermark > capacity:
         return f"high_watermark={flow.high_watermark} is above the capacity of {capacity}"

@@ -45,7 +45,7 @@ def insert_block(flow: Flow, counts: Counts, n: int) -> Block | None:
         if beyond > 0 and flow.rate_above * beyond - counts.samples * flow.rate_below > limit:
             return _why_no_insert(flow, counts, n)
     if counts.evictable:
-        return None if n <= counts.capacity else _why_no_insert(flow, counts, n)
+        return None
     fill, high = counts.live + n, flow.high_watermark
     if fill > counts.capacity:
         return _why_no_insert(flow, counts, n)
@@ -100,7 +100,7 @@ def _why_no_sample(flow: Flow, counts: Counts, n: int, need: int) -> Block:
 
 
 def _why_no_insert(flow: Flow, counts: Counts, n: int) -> Block:
-    if n > counts.capacity:
+    if n > counts.capacity and not counts.evictable:
         reason = f"an insert of {n} items never fits: it waits until the capacity of {counts.capacity} is raised"
         return Block(reason, "nobody")
     if flow.debt_limit is not None:

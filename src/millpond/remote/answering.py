@@ -277,7 +277,7 @@ def run_of(slots: Ints, capacity: int) -> int | None:
     start, n = int(slots[0]), len(slots)
     run = np.arange(start, start + n)
     if start + n > capacity:
-        run[capacity - start :] -= capacity
+        run %= capacity
     return start if np.array_equal(slots, run) else None
 
 

@@ -134,6 +134,9 @@ class ReplayBuffer:
     ) -> torch.Tensor:
         """Write a batch: all of its items, or none. Returns their slots, int64 ``[n]``; none where it was dropped.
 
+        Where old items are overwritten, a batch may have more items than the capacity. It is as if they were written
+        one after the other: all count as written, the last ones stay, and a slot is returned for each that got it.
+
         Args:
             items: a TensorDict, a tensorclass, a nested dict of tensors or arrays, or one tensor. Its leading dimension
                 counts items. A list of these is stacked. What cannot be stored is refused, by its name: text and

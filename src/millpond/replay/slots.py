@@ -53,6 +53,9 @@ class Slots(Protocol):
     def add(self, state: State, slots: Ints, n: int) -> None:
         """n new items stand in ``slots``: make them live with the next commit."""
 
+    def skip(self, state: State, n: int) -> None:
+        """n items come and go with the next commit, while nothing is live: they are counted, and get no slot."""
+
     def evict(self, state: State, n: int) -> bool:
         """The n oldest items cease to be live with the next commit. False: `prepare_eviction` must be called first."""
 
@@ -71,6 +74,11 @@ class Slots(Protocol):
 
     def reset(self) -> None:
         """No item is live: make the arrays sound, whatever they hold."""
+
+
+def _skip(state: State, n: int) -> None:
+    for word in (HEAD, WRITES, OVERWRITTEN):
+        state[word] += n
 
 
 class Ring:
@@ -97,6 +105,10 @@ class Ring:
         state[WRITES] += n
         state[LIVE] += n
         state[STORED] = min(self.capacity, state[STORED] + n)
+
+    def skip(self, state: State, n: int) -> None:
+        state[TAIL] += n
+        _skip(state, n)
 
     def evict(self, state: State, n: int) -> bool:
         state[TAIL] += n
@@ -243,6 +255,9 @@ class Pool:
         state[WRITES] += n
         state[LIVE] += n
         state[STORED] = max(state[STORED], state[LIVE])
+
+    def skip(self, state: State, n: int) -> None:
+        _skip(state, n)
 
     def evict(self, state: State, n: int) -> bool:
         oldest = self._oldest(state, n)

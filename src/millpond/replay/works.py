@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from millpond.core.errors import BufferClosed, InvalidArgument, NotReady, SchemaMismatch
@@ -148,7 +149,10 @@ class Works:
             )
         if n > self.rules.capacity:
             self.engine.refuse_impossible(insert=n)
-        return self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt)
+        slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt)
+        if slots is None or len(slots) == n:
+            return slots
+        return slots[np.arange(-n, 0) % len(slots)]  # those of the first ones, which others of this write have now
 
     def tray(self, n: int) -> Tray | None:
         """Memory for a batch of n, laid out for its caller; None as long as no schema is known."""

@@ -50,7 +50,10 @@ class Writer:
         cancel: Any,
         receipt: tuple[int, int] | None = None,
     ) -> Ints | None:
-        """Write all rows or none. Their slots; None where the admission policy dropped them."""
+        """Write all rows or none. Their slots; None where the admission policy dropped them.
+
+        Of more rows than there are slots the last ones stay, and only theirs are returned.
+        """
         engine, n = self._engine, rows.shape[0]
         wait = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
         try:
@@ -68,7 +71,7 @@ class Writer:
                         engine.refuse_impossible(batch=state[LAST_SAMPLE], insert=n)
                     block = engine.insert_block(state, n)
                     if block is None:
-                        excess = state[LIVE] + n - engine.capacity
+                        excess = min(state[LIVE] + n - engine.capacity, state[LIVE])
                         if excess <= 0 or engine.slots.evict(state, excess):
                             return self._write(state, rows, weighed, excess, receipt)
                     elif self._drops(state, n, block):
@@ -132,21 +135,25 @@ class Writer:
         self, state: State, rows: torch.Tensor, weighed: Weighed | None, excess: int, receipt: tuple[int, int] | None
     ) -> Ints:
         """Under the lock. ``state`` has the evictions, not yet committed."""
-        engine, n, head = self._engine, rows.shape[0], state[HEAD]
+        engine, n = self._engine, rows.shape[0]
         assert engine.rows is not None
-        engine.control.begin(state, n, head)
+        engine.control.begin(state, n, state[HEAD])
         if excess > 0:  # what will be overwritten ceases to exist first
             engine.commit(state)
-        slots = engine.slots.place(state, n)
+        if engine.unlimited:
+            state[EXEMPT_WRITES] += max(0, state[WRITES] + n - max(engine.flow.min_size, state[WRITES]))
+        passed = n - engine.capacity
+        if passed > 0:  # the first ones are overwritten by the last ones of the same write
+            engine.slots.skip(state, passed)
+            rows, weighed = rows[passed:], None if weighed is None else weighed.part(slice(passed, None))
+        slots = engine.slots.place(state, len(rows))
         if isinstance(engine.slots, Ring):
-            engine.rows.write_run(head % engine.capacity, rows)
+            engine.rows.write_run(state[HEAD] % engine.capacity, rows)
         else:
             engine.rows.write_at(slots, rows)
         if engine.priorities is not None:
             engine.priorities.wrote(slots, weighed)
-        if engine.unlimited:
-            state[EXEMPT_WRITES] += max(0, state[WRITES] + n - max(engine.flow.min_size, state[WRITES]))
-        engine.slots.add(state, slots, n)
+        engine.slots.add(state, slots, len(rows))
         state[LAST_INSERT] = n
         if engine.marked:
             state[PRESSURE] = pressure(engine.flow, engine.counts(state), 0)

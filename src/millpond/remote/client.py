@@ -86,6 +86,17 @@ class ReplayClient:
                 self._leave = weakref.finalize(self, _leave, backend, os.getpid())
             return self._backend
 
+    def here(self) -> ReplayBuffer:
+        """The buffer itself, in the memory of this host. Raises ``NotShareable`` where it lies on another one, or is
+        reached another way."""
+        backend = self._buffer
+        if isinstance(backend, ReplayBuffer):
+            return backend
+        raise NotShareable(
+            f"{self!r} has no part in the buffer's memory: a step that takes from several buffers at once, such as an "
+            "ensemble's sample, needs their locks. Sample from it alone, or make the ensemble on the owner's host"
+        )
+
     @property
     def transport(self) -> str:
         """How this process reaches the buffer: ``shm``, ``gloo`` or ``ray``."""

@@ -271,14 +271,11 @@ class ReplayBuffer:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, waiting for each; ends with the sampler's epoch, if it has any, or when the buffer is closed."""
-        while True:
-            try:
-                batch = self.sample(wait=True)
-            except BufferClosed:
-                return
-            yield batch
-            if self._works.editor.epoch_over(self._batch_size(None)) and not self._works.ahead:
-                return
+        with contextlib.suppress(BufferClosed):
+            while True:
+                yield self.sample(wait=True)
+                if self._works.editor.epoch_over(self._batch_size(None)) and not self._works.ahead:
+                    return
 
     # ------------------------------------------------------------------ waiting
     def can_sample(self, batch_size: int | None = None) -> bool:

@@ -57,7 +57,7 @@ class Editor:
     def pick(self, which: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Rows of the items that ``which`` names by age, and the shape of the index: ``()`` where it names one."""
         index = index_of(which)
-        rows = self._read(partial(_positions, index), by_age=True)[0]
+        rows = self._read(partial(positions_of, index), by_age=True)[0]
         own_shape = not isinstance(index, slice) and index.dtype != np.bool_
         return rows, index.shape if own_shape else (rows.shape[0],)  # type: ignore[union-attr]  # mypy forgets which
 
@@ -126,7 +126,7 @@ class Editor:
         priorities = engine.priorities
         if priorities is None:
             raise InvalidArgument(f"update_priority needs a PrioritizedSampler, this buffer has {engine.sampler!r}")
-        slots, numbers = self._named(index_or_sample)
+        slots, numbers = self.named(index_or_sample)
         weighed = priorities.weigh(priority, len(slots))
         if numbers is not None:
             done = engine.shortcut.set_leaves(slots, numbers, weighed)
@@ -164,7 +164,7 @@ class Editor:
         if engine.rows is None and not engine.find_rows():
             raise NotReady("there is no item to update")
         assert engine.rows is not None
-        slots, numbers = self._named(index_or_sample)
+        slots, numbers = self.named(index_or_sample)
         fields = engine.rows.schema.check_patch(patch, len(slots))
         if self._check_finite:
             refuse_nonfinite(fields)
@@ -216,7 +216,7 @@ class Editor:
         elif rows is not None and self._journal is not None:
             self._journal.apply(rows)
 
-    def _named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
+    def named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
         """As `named`. Raises ``InvalidArgument`` where there is no such slot."""
         slots, numbers = named(index_or_sample)
         # as unsigned numbers those below 0 are the largest
@@ -279,7 +279,7 @@ def index_of(which: Any) -> slice | Ints:
     return index.numpy(force=True)
 
 
-def _positions(index: slice | Ints, size: int) -> Ints:
+def positions_of(index: slice | Ints, size: int) -> Ints:
     """The positions that an index names among ``size`` items."""
     if isinstance(index, slice):
         return np.arange(*index.indices(size))

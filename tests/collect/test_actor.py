@@ -69,8 +69,8 @@ def began(asked: WorkerSpec, *, board: bytes | None = None, home: Home | None = 
     return actor, report
 
 
-def order(number: int, frames: int = 10, random_frames: int = 0) -> Order:
-    return Order(number=number, frames=frames, random_frames=random_frames)
+def order(number: int, frames: int = 10, first: int = 0) -> Order:
+    return Order(number=number, frames=frames, first=first)
 
 
 def state_of(report: Report) -> str:
@@ -203,9 +203,9 @@ def test_neighbours_pull_from_the_board_itself(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_random_actions_come_first() -> None:
-    actor, begun = began(spec(policy=Constant(0.5)))
+    actor, begun = began(spec(policy=Constant(0.5), random_frames=14))
     assert begun.form is not None
-    batch = begun.form.unpack(actor.work(order(1, random_frames=4), None).batch, 10)
+    batch = begun.form.unpack(actor.work(order(1, first=10), None).batch, 10)
     assert int((batch["policy_version"] == -1).sum()) == 4
     actor.finish()
 

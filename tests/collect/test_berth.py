@@ -55,13 +55,13 @@ def test_orders_are_reserved_when_they_are_given_and_shrink_at_the_end(sea: Sea)
     """Case unit-1."""
     orders = sea.orders(10)
     assert [order.number for order in orders] == list(range(1, 11))
-    assert [order.random_frames for order in orders][:3] == [15, 5, 0]
+    assert [order.first for order in orders][:3] == [0, 10, 20]
     assert sea.berth.next_order(time=None) is None
     assert sea.account == (0, 100)
     sea.answer("written")
     sea.answer("dropped")
     assert (sea.account, sea.berth.busy) == ((10, 80), 8)
-    assert sea.berth.next_order(time=3) == Order(number=11, frames=9, random_frames=0)  # whole sequences
+    assert sea.berth.next_order(time=3) == Order(number=11, frames=9, first=90)  # whole sequences
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])

@@ -16,7 +16,7 @@ class Diary(gymnasium.Env[Any, Any]):
     """Observes [name, episode, step, last action]. Lengths, and how episodes end, come from its own generator."""
 
     observation_space: Any = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-    action_space: Any = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space: Any = spaces.Box(-100.0, 100.0, (2,), np.float32)  # room for actions that tell who chose them
 
     def __init__(self, name: int = 0, longest: int = 5) -> None:
         self.name, self.longest = name, longest

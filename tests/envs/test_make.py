@@ -148,11 +148,32 @@ class Odd(Diary):
     action_space: Any = spaces.MultiDiscrete([2, 2])
 
 
-class Late(Diary):
-    action_space: Any = spaces.Discrete(3, start=1)
+class Bits(Diary):
+    action_space: Any = spaces.MultiBinary(2)
 
 
-@pytest.mark.parametrize(("kind", "text"), [(Odd, "neither one vector"), (Late, "starts at 1")])
-def test_actions_that_no_network_here_gives(kind: Any, text: str) -> None:
+class Whole(Diary):
+    action_space: Any = spaces.Box(0, 9, (2,), np.int64)
+
+
+class Several(Diary):
+    action_space: Any = spaces.Dict({"arm": spaces.Box(-1, 1, (2,))})
+
+
+class Endless(Diary):
+    action_space: Any = spaces.Box(-np.inf, np.inf, (2,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Odd, "MultiDiscrete actions"),
+        (Bits, "MultiBinary actions"),
+        (Whole, "int64"),
+        (Several, "Dict actions"),
+        (Endless, "must be finite"),
+    ],
+)
+def test_actions_that_no_network_here_gives_are_refused_by_name(kind: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         env_spec(make(kind))

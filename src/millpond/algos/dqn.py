@@ -102,7 +102,7 @@ class DQN:
         t = read_transitions(batch, spec=self.spec, gamma=self.config.gamma)
         target = self._target(t)
         self.adam.zero_grad()
-        q = self.network(t.observation).gather(-1, t.action.reshape(-1, 1).long()).squeeze(-1)
+        q = self.network(t.observation).gather(-1, t.action.unsqueeze(-1)).squeeze(-1)
         loss = weighted_mean((q - target).square(), t.weight)
         value = loss.detach()
         refuse_non_finite(value, {"loss/q": value}, batch, step=self.steps)

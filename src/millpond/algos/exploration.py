@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from millpond.algos.nets import ActionScale, flat_observation
 from millpond.core.errors import InvalidArgument
-from millpond.core.spec import EnvSpec
+from millpond.core.spec import DiscreteAction, EnvSpec
 
 
 class Exploration(Protocol):
-    """Turns what a network says, ``[B, out]``, into actions ``[B, …]`` in the units of the environment."""
+    """Turns what a network says, ``[B, out]``, into flat actions ``[B, size]`` in the units and the type of the
+    environment, or into choices ``[B]``, numbered from 0."""
 
     generator: torch.Generator
 
@@ -48,11 +49,23 @@ class Policy(nn.Module):
     def forward(self, data: TensorDictBase) -> TensorDictBase:
         output = self.network(flat_observation(self.spec, data))
         action = self.exploration.explore(output) if self.exploring else self.exploration.exploit(output)
-        return data.set("action", action.reshape(data.batch_size + action.shape[1:]))
+        if isinstance(self.spec.action, DiscreteAction):
+            return data.set("action", action.reshape(data.batch_size) + self.spec.action.start)
+        return data.set("action", action.reshape(data.batch_size + self.spec.action.shape))
 
     def evaluation(self) -> Policy:
         """The same weights and buffers (shared, not copied), never exploring."""
         return Policy(self.spec, self.network, self.exploration, exploring=False)
+
+    def at_frame(self, frame: int) -> None:
+        """Say that frame number ``frame`` of all comes next: exploration schedules follow it."""
+        if isinstance(self.exploration, EpsilonGreedy):
+            self.exploration.frames.fill_(frame)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Where all noise comes from."""
+        return self.exploration.generator
 
     def reseed(self, seed: int) -> None:
         """Restart the noise from ``seed``, on the device where the policy is now."""
@@ -101,8 +114,8 @@ class GaussianNoise(nn.Module):
 class EpsilonGreedy(nn.Module):
     """The action with the largest value, or with probability ε a uniformly random one. Takes values ``[B, n]``.
 
-    ε falls linearly from ``start`` to ``end`` over the first ``anneal_frames`` frames. The frame count is a buffer, set
-    by the learner's side and published with the weights, so that all workers follow one schedule.
+    ε falls linearly from ``start`` to ``end`` over the first ``anneal_frames`` frames. The frame count is a buffer: a
+    learner sets it, and so does each worker before each step, by what all workers together have reserved.
     """
 
     frames: Tensor

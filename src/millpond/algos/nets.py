@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from millpond.core.errors import InvalidArgument
-from millpond.core.spec import BoxAction, EnvSpec
+from millpond.core.spec import BoxAction, EnvSpec, ObservationField
 
 
 class MLP(nn.Module):
@@ -70,22 +72,34 @@ def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -
 
 
 class ActionScale(nn.Module):
-    """Maps actions between the units of the environment and ``[-1, 1]``, where networks and noise live."""
+    """Maps flat actions ``[B, size]`` between the environment, its units and its type, and ``[-1, 1]`` in float32.
 
+    Networks and noise live in ``[-1, 1]``; -1 and 1 are exactly the bounds, and nothing maps outside of them.
+    """
+
+    low: Tensor
+    high: Tensor
     center: Tensor
     half_range: Tensor
 
     def __init__(self, action: BoxAction) -> None:
         super().__init__()
-        low, high = torch.tensor(action.low), torch.tensor(action.high)
-        self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("half_range", (high - low) / 2)
+        low, high = (bound.numpy() for bound in action.bounds())
+        center = low / 2 + high / 2  # the sum of both may be infinite
+        half = np.maximum(high - center, center - low)
+        while (
+            short := (center + half < high) | (center - half > low)
+        ).any():  # rounding must not fall short of a bound
+            half[short] = np.nextafter(half[short], half.dtype.type(np.inf))
+        for name, value in (("low", low), ("high", high), ("center", center), ("half_range", half)):
+            self.register_buffer(name, torch.from_numpy(value))
 
     def to_env(self, unit: Tensor) -> Tensor:
-        return torch.addcmul(self.center, unit, self.half_range)
+        action = torch.addcmul(self.center, unit.to(self.center.dtype), self.half_range)
+        return action.clamp_(self.low, self.high)
 
     def to_unit(self, action: Tensor) -> Tensor:
-        return (action - self.center) / self.half_range
+        return ((action - self.center) / self.half_range).float()
 
     def log_volume(self) -> float:
         """Σ log(half range): what a log-density over ``[-1, 1]`` loses in the units of the environment."""
@@ -102,20 +116,34 @@ def box_action(spec: EnvSpec, algorithm: str) -> BoxAction:
 def flat_observation(spec: EnvSpec, data: TensorDictBase, *, prefix: tuple[str, ...] = ()) -> Tensor:
     """The observation of ``data`` as float32 ``[B, size]``; leading dimensions become one. Strided views stay views.
 
+    A choice out of n becomes n numbers, of which one is 1.
+
     Raises:
-        InvalidArgument: a field is missing or has another length than ``spec`` says.
+        InvalidArgument: a field is missing, or has another shape than ``spec`` says, or a choice that there is not.
     """
     parts = []
     for field in spec.observation:
         value = data.get((*prefix, *field.key), None)
         if value is None:
             raise InvalidArgument(f"the batch has no field {(*prefix, *field.key)}, only {_keys(data)}")
-        if value.shape[-1:] != field.shape:
-            raise InvalidArgument(
-                f"field {(*prefix, *field.key)} ends in {tuple(value.shape[-1:])}, not in {field.shape}"
-            )
-        parts.append(value.float() if value.ndim == 2 else value.float().reshape(-1, field.shape[0]))
+        own = tuple(value.shape[value.ndim - len(field.shape) :])
+        if own != field.shape:
+            raise InvalidArgument(f"field {(*prefix, *field.key)} ends in {own}, not in {field.shape}")
+        if field.choices:
+            parts.append(_chosen(value.reshape(-1), field))
+        else:
+            parts.append(value.float() if value.ndim == 2 and len(own) == 1 else value.float().reshape(-1, field.size))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _chosen(value: Tensor, field: ObservationField) -> Tensor:
+    try:
+        return one_hot(value.long() - field.first, field.choices).float()
+    except RuntimeError as problem:
+        last = field.first + field.choices - 1
+        raise InvalidArgument(
+            f"field {field.key} holds a number that is not within {field.first} … {last}"
+        ) from problem
 
 
 def _keys(data: TensorDictBase) -> list[str]:

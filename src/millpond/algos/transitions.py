@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millpond.algos.nets import flat_observation
 from millpond.core.errors import InvalidArgument, NonFinite
-from millpond.core.spec import EnvSpec
+from millpond.core.spec import DiscreteAction, EnvSpec
 
 
 class Transitions(NamedTuple):
@@ -23,7 +23,7 @@ class Transitions(NamedTuple):
     observation: Tensor
     """``[B, size]``."""
     action: Tensor
-    """``[B, …]`` as stored, in the units of the environment."""
+    """``[B, size]`` in the units and the type of the environment; of a choice ``[B]``, int64, numbered from 0."""
     reward: Tensor
     """``[B]``; over n steps it is the discounted sum of their rewards."""
     discount: Tensor
@@ -53,12 +53,18 @@ def read_transitions(batch: TensorDictBase, *, spec: EnvSpec, gamma: float) -> T
         weight = weight.repeat_interleave(frames // weight.numel()) if weight.numel() != frames else weight
     return Transitions(
         observation=flat_observation(spec, batch),
-        action=action if action.ndim <= 2 else action.reshape(frames, -1),
+        action=_flat_action(action, frames, spec),
         reward=field(batch, ("next", "reward")).reshape(-1).float(),
         discount=discount,
         next_observation=flat_observation(spec, batch, prefix=("next",)),
         weight=weight,
     )
+
+
+def _flat_action(action: Tensor, frames: int, spec: EnvSpec) -> Tensor:
+    if isinstance(spec.action, DiscreteAction):
+        return action.reshape(frames).long() - spec.action.start
+    return action.reshape(frames, spec.action.size)
 
 
 def field(batch: TensorDictBase, key: str | tuple[str, ...]) -> Tensor:

@@ -39,12 +39,12 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A batch of ``frames`` frames, reserved for this worker. ``number`` is one more than that of the order before, and
-    that of the receipt that its write leaves."""
+    """A batch of ``frames`` frames, reserved for this worker, of which the first is number ``first`` of all. ``number``
+    is one more than that of the order before, and that of the receipt that its write leaves."""
 
     number: int
     frames: int
-    random_frames: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +146,7 @@ class CollectActor:
             self._granted,
             line=spec.line,
             frames_per_batch=spec.frames_per_batch,
+            random_frames=spec.random_frames,
             weights=None if spec.policy is None else weights,
         )
         self._form = Format(rollout.rows.fields, spec.frames_per_batch, rollout.rows.time)
@@ -167,7 +168,7 @@ class CollectActor:
     def _carry_out(self, order: Order) -> Report:
         lane, me = self._lane, self._line
         if not lane.granted:
-            lane.begin(order.frames, random_frames=order.random_frames, receipt=order.number)
+            lane.begin(order.frames, first=order.first, receipt=order.number)
         me.state = COLLECTING
         batch = lane.batch(self._stepped)
         if batch is None:

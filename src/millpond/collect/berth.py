@@ -70,7 +70,7 @@ class Berth:
         self._spec, self._receipt = spec, receipt
         self._under_way: deque[Order] = deque()
         self._again: deque[Order] = deque()  # that a pause cut off
-        self._wanted: deque[tuple[int, int]] = deque()  # frames, random frames: ordered, in rounds, by the collector
+        self._wanted: deque[tuple[int, int]] = deque()  # frames, first: ordered, in rounds, by the collector
         self._number = self._confirmed = 0  # of the last order, and of the last that is known to be written
         self._ordered = 0  # the number of the collector's last order
         self._lost: list[Order] = []  # of an actor that died: nobody knows yet whether they were written
@@ -91,22 +91,22 @@ class Berth:
         self._number = self._confirmed = max(self._number, self._receipt(self.line) or 0)
         return self._number + 1
 
-    def want(self, frames: int, random_frames: int, *, number: int) -> None:
+    def want(self, frames: int, first: int, *, number: int) -> None:
         """The collector orders, and has reserved, a batch. Twice under one number is once."""
         if number > self._ordered:
             self._ordered = number
-            self._wanted.append((frames, random_frames))
+            self._wanted.append((frames, first))
 
     def next_order(self, *, time: int | None) -> Order | None:
         """What the actor is to do next, which is under way from now on; None: there is nothing."""
         if self._again:
             order = self._again.popleft()
         else:
-            frames, random_frames = self._wanted.popleft() if self._wanted else self._reserve(time)
+            frames, first = self._wanted.popleft() if self._wanted else self._reserve(time)
             if not frames:
                 return None
             self._number += 1
-            order = Order(number=self._number, frames=frames, random_frames=random_frames)
+            order = Order(number=self._number, frames=frames, first=first)
         self._under_way.append(order)
         return order
 
@@ -115,7 +115,7 @@ class Berth:
         if spec.duty == "obey":
             return 0, 0
         span = self.budget.reserve_span(spec.frames_per_batch, worker=self.line, multiple_of=time or 1)
-        return span.frames, max(0, spec.random_frames - span.first)
+        return span.frames, span.first
 
     def answered(self, answer: Report, *, again: bool) -> None:
         """The first order under way was answered; one that was kept comes ``again``, or is given back."""
@@ -143,7 +143,7 @@ class Berth:
         """The actor is dead. What it wrote until ``doubt_ends`` may still appear; see ``settle``."""
         orders = [*self._again, *self._under_way] if self._spec.duty != "write" else [*self._under_way]
         if self._spec.duty == "obey":
-            self._wanted.extendleft((order.frames, order.random_frames) for order in reversed(orders))
+            self._wanted.extendleft((order.frames, order.first) for order in reversed(orders))
         elif self._spec.duty == "write":
             for order in self._again:
                 self._refund(order)

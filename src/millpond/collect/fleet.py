@@ -70,10 +70,10 @@ class Fleet(Supervision):
             Station(self, berth, spec=specs[berth.worker], line=roster.lines[berth.worker]) for berth in self.seats
         ]
 
-    def order(self, worker: int, frames: int, random_frames: int, *, number: int) -> None:
-        """Tell a worker to collect a batch; repeated to its successor if it dies over it. Twice under one number is
+    def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
+        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if it dies over it. Twice under one number is
         once."""
-        self.put(functools.partial(self.seats[worker].want, frames, random_frames, number=number))
+        self.put(functools.partial(self.seats[worker].want, frames, first, number=number))
 
     def ask(self, worker: int) -> bool:
         """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""

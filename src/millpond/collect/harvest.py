@@ -100,13 +100,12 @@ class Rounds:
         *,
         frames_per_batch: int,
         multiple_of: int,
-        random_frames: int,
         replay: Any,
     ) -> None:
         self._supervisor, self._budget, self._replay = supervisor, budget, replay
-        self._frames, self._multiple, self._random = frames_per_batch, multiple_of, random_frames
+        self._frames, self._multiple = frames_per_batch, multiple_of
         self._number = 1  # of the round
-        self._orders: dict[int, tuple[int, int]] = {}  # of this round, by worker: frames, random frames
+        self._orders: dict[int, tuple[int, int]] = {}  # of this round, by worker: frames, and the number of the first
         self._uncounted: dict[int, int] = {}  # of its frames, by worker
         self._inbox: deque[Delivery] = deque()
         self._batch: TensorDict | None = None  # of this round, not handed over yet
@@ -139,7 +138,7 @@ class Rounds:
             span = self._budget.reserve_span(self._frames, worker=seat.line, multiple_of=self._multiple)
             if span.frames:
                 self._uncounted[worker] = span.frames
-                self._orders[worker] = (span.frames, max(0, self._random - span.first))
+                self._orders[worker] = (span.frames, span.first)
         self._reserving = None
         if not self._orders:
             raise StopIteration

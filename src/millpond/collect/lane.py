@@ -51,7 +51,7 @@ class Lane:
         self.frames_per_batch, self.random_frames, self.weights = frames_per_batch, random_frames, weights
         self.granted = 0  # frames reserved for the batch that is in the making, or made
         self.dropped = 0  # frames that the buffer refused under "drop_newest"
-        self._random = 0
+        self._first = 0  # the number of the batch's first frame, of all that were ever reserved
         self._number = 0  # of the receipt for this batch, where somebody else numbers them
         self._made: TensorDict | None = None
         self._receipt: int | None = None  # the last number that we left in the buffer
@@ -71,7 +71,8 @@ class Lane:
             return None
         if self._pulling:
             self._pull()
-        if self.rollout.collect(self.granted, random_frames=self._random, stopped=stopped):
+        rollout, first = self.rollout, self._first
+        if rollout.collect(self.granted, first=first, random_frames=self.random_frames, stopped=stopped):
             self._made = self.rollout.rows.first(self.granted)
         return self._made
 
@@ -82,17 +83,17 @@ class Lane:
         span = self.budget.reserve_span(
             self.frames_per_batch, worker=self.line, multiple_of=self.rollout.rows.time or 1
         )
-        random = max(0, self.random_frames - span.first)
         self.granted, self._reserving = span.frames, False
-        self.begin(span.frames, random_frames=random)
+        self.begin(span.frames, first=span.first)
         return span.frames > 0
 
-    def begin(self, granted: int, *, random_frames: int, receipt: int = 0) -> None:
-        """The next batch has ``granted`` frames, reserved by somebody for this line; weights are pulled now.
+    def begin(self, granted: int, *, first: int, receipt: int = 0) -> None:
+        """The next batch has ``granted`` frames, reserved by somebody for this line, the first of which is number
+        ``first`` of all; weights are pulled now.
 
         ``receipt`` is the number under which it is to be written, from one who knows the last; 0: one more than that.
         """
-        self.granted, self._random, self._number = granted, random_frames, receipt
+        self.granted, self._first, self._number = granted, first, receipt
         if granted:
             self._pull()
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from millpond.core.errors import InvalidArgument, InvalidType, MillpondError, SchemaMismatch
-from millpond.envs.spaces import Leaf, choices
+from millpond.envs.spaces import Leaf, limits
 from millpond.weights import WeightBoard
 
 Array = npt.NDArray[Any]
@@ -53,15 +53,15 @@ class Asking:
     def __init__(self, policy: Any, space: Any, leaves: Sequence[Leaf], num_envs: int) -> None:
         self.policy = policy
         self._space, self._num_envs = space, num_envs
-        self._acts = [(leaf, ("action", *leaf.key), (num_envs, *leaf.shape)) for leaf in leaves]
+        self._acts = [(leaf, ("action", *leaf.key), (num_envs, *leaf.shape), limits(space, leaf)) for leaf in leaves]
         self._proven = self.rehearsed = False
 
     def __call__(self, observation: TensorDict) -> list[Array]:
-        """The actions, one array for each leaf.
+        """The actions, one array for each leaf. Whole numbers beyond the bounds of a Box are clipped to them.
 
         Raises:
             InvalidType, SchemaMismatch: the policy answered something else.
-            InvalidArgument: it cannot be asked, or answered with actions that there are not; the first time only.
+            InvalidArgument: it answered with a choice that there is not; or, the first time, it cannot be asked.
         """
         if self._proven:
             return self._read(self.policy(observation))
@@ -93,17 +93,11 @@ class Asking:
             raise InvalidArgument(
                 f"the policy cannot be asked: given {told}, it raised {what}. It must return {self._needs()}"
             ) from problem
-        actions = self._read(given)
-        for (leaf, key, _), action in zip(self._acts, actions, strict=True):
-            bounds = choices(self._space, leaf)
-            if bounds is not None and ((action < bounds[0]) | (action > bounds[1])).any():
-                wrong = action[(action < bounds[0]) | (action > bounds[1])].flat[0]
-                raise InvalidArgument(f"the policy chose {'/'.join(key)}={wrong}; it must return {self._needs()}")
-        return actions
+        return self._read(given)
 
     def _read(self, given: Any) -> list[Array]:
         actions = []
-        for leaf, key, shape in self._acts:
+        for leaf, key, shape, (low, high, choice) in self._acts:
             action = given.get(key, None) if isinstance(given, TensorDictBase) else None
             if not isinstance(action, torch.Tensor):
                 kind = SchemaMismatch if isinstance(given, TensorDictBase) else InvalidType
@@ -114,11 +108,16 @@ class Asking:
             if array.shape != shape or (array.dtype.kind in "fc" and array.dtype.kind != leaf.dtype.kind):
                 name = "/".join(key)
                 raise SchemaMismatch(f"the policy gave {name}: {_typed(array)}; it must return {self._needs()}")
+            if choice and (wrong := (array < low) | (array > high)).any():
+                chosen = f"{'/'.join(key)}={array[wrong].flat[0]}"
+                raise InvalidArgument(f"the policy chose {chosen}; it must return {self._needs()}")
+            if not choice and leaf.dtype.kind != "f":
+                array = np.clip(array, low, high)
             actions.append(array)
         return actions
 
     def _needs(self) -> str:
-        parts = ", ".join(f"{'/'.join(key)}: {leaf.dtype}{list(shape)}" for leaf, key, shape in self._acts)
+        parts = ", ".join(f"{'/'.join(key)}: {leaf.dtype}{list(shape)}" for leaf, key, shape, _ in self._acts)
         count = "1 environment" if self._num_envs == 1 else f"{self._num_envs} environments"
         return f"a TensorDict with {parts}, for {count} with the action space {self._space}"
 

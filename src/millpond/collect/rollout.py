@@ -27,7 +27,7 @@ from millpond.collect.rows import (
 )
 from millpond.core.errors import InvalidArgument, NonFinite, SchemaMismatch
 from millpond.envs.autoreset import Step, Stepper
-from millpond.envs.spaces import Leaf, nested
+from millpond.envs.spaces import Leaf, Limits, limits, nested
 
 Mask = npt.NDArray[np.bool_]
 RANDOM = -1  # the policy version of a random action: no weights had a part in it
@@ -137,10 +137,15 @@ class Rollout:
         ]
         self._acts = [(leaf, ("action", *leaf.key)) for leaf in stepper.action_leaves]
         space = stepper.env.single_action_space
+        self._limits = [_finite(limits(space, leaf)) if leaf.dtype.kind == "f" else None for leaf, _ in self._acts]
         self._asking = None if policy is None else Asking(policy, space, stepper.action_leaves, n)
+        self._at_frame: Callable[[int], object] | None = getattr(policy, "at_frame", None)
 
-    def collect(self, frames: int, *, random_frames: int = 0, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Step until ``frames`` frames can be taken, the first ``random_frames`` of them with random actions.
+    def collect(
+        self, frames: int, *, first: int = 0, random_frames: int = 0, stopped: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Step until ``frames`` frames can be taken. The first of them is number ``first`` of all, from 0; those before
+        number ``random_frames`` get random actions.
 
         False: ``stopped()`` said so before, and what was collected stays for the next call.
 
@@ -156,7 +161,10 @@ class Rollout:
         while rows.available < frames:
             if stopped():
                 return False
-            self._advance(max(0, random_frames - rows.held))
+            frame = first + rows.held
+            if self._at_frame is not None:
+                self._at_frame(frame)
+            self._advance(max(0, random_frames - frame))
         return True
 
     # ------------------------------------------------------------------ one step
@@ -221,11 +229,11 @@ class Rollout:
             if self._asking is not None and not self._asking.rehearsed:
                 with torch.inference_mode():
                     self._asking.rehearse(self._observed(block))
-            actions = space.sample()
+            sample = space.sample()
             for leaf, key in self._acts:
-                block[key][...] = leaf.of(actions)
+                block[key][...] = leaf.of(sample)
             block[VERSION][...] = RANDOM
-            return actions
+            return self._chosen(block)
         self._ask_policy(self._asking, block)
         block[VERSION][...] = self.version
         if random or self._suspects:  # no environment must see NaN: neither the policy's, nor an answer to NaN
@@ -234,6 +242,9 @@ class Rollout:
             for leaf, key in self._acts:
                 block[key][redo] = leaf.of(sample)[redo]
             block[VERSION][redo] = RANDOM
+        return self._chosen(block)
+
+    def _chosen(self, block: Block) -> Any:
         return nested({leaf.key: block[key].copy() for leaf, key in self._acts})
 
     def _ask_policy(self, asking: Asking, block: Block) -> None:
@@ -243,10 +254,12 @@ class Rollout:
                     block[seen.key][_any([mask for _, mask in self._suspects])] = 0
         with torch.inference_mode():
             actions = asking(self._observed(block))
-        for (leaf, key), action in zip(self._acts, actions, strict=True):
+        for (leaf, key), action, bounds in zip(self._acts, actions, self._limits, strict=True):
             block[key][...] = action
             if leaf.dtype.kind == "f":
                 self._look(action, key, block)
+            if bounds is not None:  # in the type of the space: so rounding cannot lead out of it
+                np.clip(block[key], bounds.low, bounds.high, out=block[key])
 
     def _observed(self, block: Block) -> TensorDict:
         """What the policy sees: contiguous, which networks like better."""
@@ -360,6 +373,11 @@ class Rollout:
         """Each life has episode ids and seeds of its own."""
         self._ids = EpisodeIds(self._origin, incarnation)
         self._seeds = _seeds(self._seed, self._origin, incarnation)
+
+
+def _finite(bounds: Limits) -> Limits | None:
+    """None where there is nothing to exceed."""
+    return bounds if np.isfinite(bounds.low).any() or np.isfinite(bounds.high).any() else None
 
 
 def _any(masks: list[Mask], *others: Mask) -> Mask:

@@ -50,18 +50,19 @@ class RowField:
 def transition_fields(
     observation: Sequence[Leaf], action: Sequence[Leaf], *, keep_float64: bool = False
 ) -> list[RowField]:
-    """The fields of a transition. What an environment calls float64 becomes float32 unless ``keep_float64``."""
+    """The fields of a transition. float64 observations become float32 unless ``keep_float64``; actions stay what they
+    are, so that what is stored is what was executed."""
 
-    def fields(prefix: Key, leaves: Sequence[Leaf]) -> list[RowField]:
+    def fields(prefix: Key, leaves: Sequence[Leaf], *, keep: bool = keep_float64) -> list[RowField]:
         narrow = np.dtype(np.float32)
         return [
-            RowField((*prefix, *x.key), x.shape, narrow if x.dtype == np.float64 and not keep_float64 else x.dtype)
+            RowField((*prefix, *x.key), x.shape, narrow if x.dtype == np.float64 and not keep else x.dtype)
             for x in leaves
         ]
 
     return [
         *fields(("observation",), observation),
-        *fields(("action",), action),
+        *fields(("action",), action, keep=True),
         *fields(("next", "observation"), observation),
         *(RowField(key, (1,), np.dtype(dtype)) for key, dtype in _FIXED.items()),
     ]

@@ -88,8 +88,8 @@ class Supervision:
         """The workers are told to end."""
         return self._roster.stopping
 
-    def order(self, worker: int, frames: int, random_frames: int, *, number: int) -> None:
-        """Tell a worker to collect a batch; repeated to its successor if it dies over it. Twice under one number is
+    def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
+        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if it dies over it. Twice under one number is
         once."""
         raise NotImplementedError
 

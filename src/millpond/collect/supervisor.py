@@ -79,7 +79,9 @@ class Seat:
         self.connection: Connection = None  # type: ignore[assignment]  # set with the process
         self.mailbox: Mailbox | None = None
         self.deaths: list[str] = []  # why each process that died was replaced, or was not
-        self.order: tuple[int, int, int] | None = None  # frames, random frames, number: to be repeated to the next one
+        self.order: tuple[int, int, int] | None = (
+            None  # frames, the first one's number, number: to be repeated to the next one
+        )
         self.answered = 0  # the number of the last order that was carried out
         self.counting = threading.Lock()
         self.posted: list[Delivery] = []  # by the process that is here now
@@ -109,13 +111,13 @@ class Supervisor(Supervision):
         self._receipt, self._reclaims = receipt, reclaims
         self._wake_read, self._wake_write = mp_connection.Pipe(duplex=False)
 
-    def order(self, worker: int, frames: int, random_frames: int, *, number: int) -> None:
+    def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
         """Tell a worker to collect a batch; repeated to its successor if it dies over it. Twice under one number is
         once."""
         seat = self.seats[worker]
         with self.changed:
             if number > seat.answered:
-                seat.order = (frames, random_frames, number)
+                seat.order = (frames, first, number)
                 if seat.process is not None:
                     with contextlib.suppress(OSError):
                         seat.connection.send(("collect", *seat.order))

@@ -125,7 +125,6 @@ class TeamCollector:
             self.budget,
             frames_per_batch=spec.frames_per_batch,
             multiple_of=check_layout(spec.layout, spec.frames_per_batch, spec.num_envs, self.budget.total) or 1,
-            random_frames=spec.random_frames,
             replay=self.replay,
         )
 

@@ -197,10 +197,10 @@ class Worker:
             if self._posted.get(slot) == number and slot not in self._free:
                 self._free.append(slot)
         elif what == "collect":
-            frames, random_frames, number = details
+            frames, first, number = details
             if number > self._ordered:
                 self._ordered = number
-                self.lane.begin(frames, random_frames=random_frames)
+                self.lane.begin(frames, first=first)
         elif what == "state":
             self.connection.send(("state", self.rollout.state_dict()))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 
 class CancelEvent(Protocol):
@@ -26,12 +26,22 @@ class EnvFactory(Protocol):
 
 
 class Policy(Protocol):
-    """Reads the observation of a batch of environments, sets ``"action"``, returns the same TensorDict."""
+    """Reads the observation of a batch of environments, sets ``"action"``, returns the same TensorDict.
+
+    Collectors take any callable; the rest they use where it is there.
+    """
 
     def __call__(self, data: TensorDictBase) -> TensorDictBase: ...
 
     def reseed(self, seed: int) -> None:
         """Restart the policy's own noise. Each worker calls it with a seed of its own."""
+
+    def at_frame(self, frame: int) -> None:
+        """Frame number ``frame`` of all comes next. A worker says so before each step; schedules follow it."""
+
+    @property
+    def generator(self) -> Generator:
+        """Where the policy's own noise comes from; it is saved with the collector that asks the policy."""
 
 
 class Replay(Protocol):

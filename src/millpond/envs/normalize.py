@@ -293,13 +293,13 @@ class Normalizer(nn.Module):
     """``(x - mean) / sqrt(variance + epsilon)``, clipped to ±``clip``, by statistics that stay as they are.
 
     They are buffers: they go to collectors and into checkpoints with the weights of the policy. ``refresh`` takes new
-    ones. Works on ``[…, size]`` of any floating type, and returns that type.
+    ones. Works on ``[…, size]``, or ``[…, *size]``, of any floating type, and returns that type.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
+    def __init__(self, size: int | tuple[int, ...], *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         self.epsilon, self.clip = _checked_epsilon(epsilon), _checked_clip(clip)
         self.register_buffer("mean", torch.zeros(size))
@@ -308,8 +308,8 @@ class Normalizer(nn.Module):
     @torch.no_grad()
     def refresh(self, moments: Moments) -> None:
         """Normalise by these from now on: ``normalizer.refresh(statistics.moments())``."""
-        self.mean.copy_(torch.from_numpy(moments.mean))
-        self.scale.copy_(torch.from_numpy(1 / np.sqrt(moments.variance + self.epsilon)))
+        self.mean.copy_(torch.from_numpy(moments.mean).view_as(self.mean))
+        self.scale.copy_(torch.from_numpy(1 / np.sqrt(moments.variance + self.epsilon)).view_as(self.scale))
 
     def forward(self, observation: Tensor) -> Tensor:
         mean, scale = self.mean.to(observation.dtype), self.scale.to(observation.dtype)
@@ -329,9 +329,11 @@ class NormalizedPolicy(nn.Module):
         data.set("action", self.policy(inner).get("action"))
         return data
 
-    def reseed(self, seed: int) -> None:
-        """Restart the inner policy's noise."""
-        self.policy.reseed(seed)  # type: ignore[operator]
+    def __getattr__(self, name: str) -> Any:
+        """What collectors ask of a policy besides its answers goes to the inner one, where that has it."""
+        if name in ("reseed", "at_frame", "generator"):
+            return getattr(self.policy, name)
+        return super().__getattr__(name)
 
 
 class ObservedEnv(VectorWrapper):

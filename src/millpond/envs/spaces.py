@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,16 +61,26 @@ def _leaves(space: spaces.Space[Any], key: Key, what: str) -> list[Leaf]:
     return [Leaf(key, tuple(space.shape or ()), dtype)]
 
 
-def choices(space: Any, leaf: Leaf) -> tuple[Any, Any] | None:
-    """The lowest and the highest number of a choice, where ``leaf`` of this space is one, or several; else None."""
+class Limits(NamedTuple):
+    """The lowest and the highest number that a leaf may hold, both included; ``choice``: these are names, no amounts."""
+
+    low: Any
+    high: Any
+    choice: bool
+
+
+def limits(space: Any, leaf: Leaf) -> Limits:
+    """Those of ``leaf`` in this space."""
     for name in leaf.key:
         space = space[name]
     if isinstance(space, spaces.Discrete):
-        return space.start, space.start + space.n - 1
+        return Limits(space.start, space.start + space.n - 1, choice=True)
     if isinstance(space, spaces.MultiDiscrete):
         first = getattr(space, "start", np.zeros_like(space.nvec))
-        return first, first + space.nvec - 1
-    return (0, 1) if isinstance(space, spaces.MultiBinary) else None
+        return Limits(first, first + space.nvec - 1, choice=True)
+    if isinstance(space, spaces.MultiBinary):
+        return Limits(0, 1, choice=True)
+    return Limits(space.low, space.high, choice=False)
 
 
 def nested(values: Mapping[Key, Any]) -> Any:
@@ -89,22 +100,33 @@ def env_spec(env: VectorEnv[Any, Any, Any]) -> EnvSpec:
     """What a network must know of ``env``. float64 observations appear as the float32 that collectors deliver.
 
     Raises:
-        InvalidArgument: a space that is not supported, or an action that is neither one bounded vector nor one
-            choice out of n numbered from 0.
+        InvalidArgument: a space that is not supported, or an action that is neither one bounded Box of floating numbers
+            nor one choice out of n.
     """
     fields = []
     for leaf in leaves(env.single_observation_space):
         dtype = np.dtype(np.float32) if leaf.dtype == np.float64 else leaf.dtype
-        tensor = torch.from_numpy(np.empty(0, dtype))
-        fields.append(ObservationField(("observation", *leaf.key), leaf.shape, tensor.dtype))
+        field = ObservationField(("observation", *leaf.key), leaf.shape, _torch(dtype))
+        space: Any = env.single_observation_space
+        for name in leaf.key:
+            space = space[name]
+        if isinstance(space, spaces.Discrete):
+            field = dataclasses.replace(field, choices=int(space.n), first=int(space.start))
+        fields.append(field)
     return EnvSpec(tuple(fields), _action_spec(env.single_action_space))
 
 
 def _action_spec(space: spaces.Space[Any]) -> BoxAction | DiscreteAction:
     if isinstance(space, spaces.Discrete):
-        if space.start != 0:
-            raise InvalidArgument(f"action: {space} starts at {space.start}; wrap it so that actions start at 0")
-        return DiscreteAction(int(space.n))
-    if isinstance(space, spaces.Box) and len(space.shape) == 1:
-        return BoxAction(tuple(map(float, space.low)), tuple(map(float, space.high)))
-    raise InvalidArgument(f"action: {space} is neither one vector (a Box of one dimension) nor one choice (Discrete)")
+        return DiscreteAction(int(space.n), int(space.start))
+    if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
+        low, high = (tuple(bound.astype(np.float64).ravel().tolist()) for bound in (space.low, space.high))
+        return BoxAction(low, high, shape=tuple(space.shape), dtype=_torch(np.dtype(space.dtype)))
+    raise InvalidArgument(
+        f"action: {type(space).__name__} actions ({space}) are not supported by the algorithms here: they choose one "
+        "number (Discrete) or an array of floating numbers (Box); wrap the environment so that it takes one of these"
+    )
+
+
+def _torch(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -76,26 +76,24 @@ def _to_arrays(value: Any) -> Any:
 
 def spec_to_json(spec: EnvSpec) -> dict[str, Any]:
     """A specification as JSON, so that a policy can be built again where its environment is not installed."""
-    action = spec.action
-    return {
-        "observation": [
-            {"key": list(f.key), "shape": list(f.shape), "dtype": str(f.dtype).removeprefix("torch.")}
-            for f in spec.observation
-        ],
-        "action": {"n": action.n} if isinstance(action, DiscreteAction) else {"low": action.low, "high": action.high},
-    }
+
+    def plain(part: Any) -> dict[str, Any]:
+        values = {name: getattr(part, name) for name in part.__dataclass_fields__}
+        return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in values.items()}
+
+    return {"observation": [plain(field) for field in spec.observation], "action": plain(spec.action)}
 
 
 def spec_from_json(values: dict[str, Any]) -> EnvSpec:
     """What ``spec_to_json`` wrote. Raises CheckpointError where it is something else."""
     try:
-        fields = tuple(
-            ObservationField(tuple(f["key"]), tuple(f["shape"]), getattr(torch, f["dtype"]))
-            for f in values["observation"]
-        )
-        action = values["action"]
-        if "n" in action:
-            return EnvSpec(fields, DiscreteAction(action["n"]))
-        return EnvSpec(fields, BoxAction(tuple(action["low"]), tuple(action["high"])))
+        fields = tuple(ObservationField(**_of_json(field)) for field in values["observation"])
+        action = _of_json(values["action"])
+        return EnvSpec(fields, DiscreteAction(**action) if "n" in action else BoxAction(**action))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint does not say what its policy observes: {error!r}") from None
+
+
+def _of_json(values: dict[str, Any]) -> dict[str, Any]:
+    known = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return known | ({"dtype": getattr(torch, known["dtype"])} if "dtype" in known else {})

@@ -56,7 +56,7 @@ class NormalizedAlgorithm:
         self, algorithm: Algorithm, spec: EnvSpec, statistics: RunningStatistics | None, *, device: str = "cpu"
     ) -> None:
         self._algorithm, self._statistics = algorithm, statistics
-        self._normalizers = {field.key: Normalizer(math.prod(field.shape)).to(device) for field in _floating(spec)}
+        self._normalizers = {field.key: Normalizer(field.shape).to(device) for field in _floating(spec)}
         self._policy = self._normalized(algorithm.policy)
 
     def _normalized(self, policy: nn.Module) -> nn.Module:

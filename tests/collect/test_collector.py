@@ -330,7 +330,7 @@ def test_numbers_that_are_not_finite_are_quarantined(where: str, mode: str, layo
         stats = collector.stats()
     key = {"observation": "next/observation", "reward": "next/reward", "action": "action"}[where]
     assert batch.numel() == stats["collected_frames"] == 240
-    assert stats["quarantined"] > 3
+    assert stats["quarantined_rows"] > 3
     assert {(event.env, event.step) for event in stats["quarantine"] if event.key == key} == {
         (0, 2 if where == "action" else 1)
     }
@@ -357,7 +357,7 @@ def test_a_sequence_is_cut_at_a_gap() -> None:
             changes = ids[1:] != ids[:-1]
             assert torch.equal(changes, done[:-1])
             assert (batch["next", "truncated"] | batch["next", "terminated"])[0, done].all()
-        assert collector.stats()["quarantined"] > 5
+        assert collector.stats()["quarantined_rows"] > 5
 
 
 class Hopeless(Diary):
@@ -501,10 +501,9 @@ def test_environments_that_can_be_saved_go_on_bit_for_bit(mode: str, layout: Any
             parts += [next(part), next(part)]
             state = part.state_dict()
     got: Any = torch.cat(parts)
-    for key in ("observation", "action", "step", ("next", "observation"), ("next", "reward"), ("next", "truncated")):
+    for key in expected.keys(include_nested=True, leaves_only=True):
         assert torch.equal(got[key], expected[key]), key
-    flat, life = got.reshape(-1), got.reshape(-1)["episode_id"] >> 36 & 4095
-    assert len(life.unique()) > 3
+    flat = got.reshape(-1)
     steps = list(zip(flat["episode_id"].flatten().tolist(), flat["step"].flatten().tolist(), strict=True))
     assert all(step == 0 or (episode, step - 1) in steps for episode, step in steps)
 

@@ -613,7 +613,7 @@ def test_quarantined_transitions_are_told_to_the_collector(caplog: pytest.LogCap
         assert collector.wait(timeout=PATIENCE_S)
         until(lambda: collector.stats()["quarantine"], collector)
         stats = collector.stats()
-    assert stats["quarantined"] >= 1
+    assert stats["quarantined_rows"] >= 1
     assert stats["quarantine"][0][:3] == (0, "next/observation", 0)
     assert "worker 0: next/observation is not finite in environment 0, step 0" in caplog.text
 

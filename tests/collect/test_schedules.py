@@ -115,7 +115,7 @@ def test_the_frames_of_all_workers_count(replay: ReplayBuffer, sync: bool) -> No
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_the_frames_of_all_actors_count(replay: ReplayBuffer, cluster: Any, sync: bool) -> None:
+def test_the_frames_of_all_actors_count(cluster: Any, replay: ReplayBuffer, sync: bool) -> None:
     algorithm = dqn()
     with (
         WeightBoard(algorithm.published) as board,

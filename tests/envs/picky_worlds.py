@@ -1,4 +1,4 @@
-"""Environments that refuse every action that is not in their space, and tell in their observation what they were given."""
+"""Environments that refuse every action that is not in their space; the reward tells which one they were given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OBSERVATIONS: dict[str, Any] = {
 
 
 class Picky(gymnasium.Env[Any, Any]):
-    """Episodes of ten random observations; ``info["given"]`` is the last action."""
+    """Episodes of ten random observations; the reward is the sum of the action."""
 
     def __init__(self, *, action: Any = "vector", observation: str = "vector") -> None:
         self.action_space = ACTIONS[action] if isinstance(action, str) else action

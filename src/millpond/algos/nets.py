@@ -87,9 +87,7 @@ class ActionScale(nn.Module):
         low, high = (bound.numpy() for bound in action.bounds())
         center = low / 2 + high / 2  # the sum of both may be infinite
         half = np.maximum(high - center, center - low)
-        while (
-            short := (center + half < high) | (center - half > low)
-        ).any():  # rounding must not fall short of a bound
+        while (short := (center + half < high) | (center - half > low)).any():  # rounding must not fall short
             half[short] = np.nextafter(half[short], half.dtype.type(np.inf))
         for name, value in (("low", low), ("high", high), ("center", center), ("half_range", half)):
             self.register_buffer(name, torch.from_numpy(value))
@@ -141,9 +139,7 @@ def _chosen(value: Tensor, field: ObservationField) -> Tensor:
         return one_hot(value.long() - field.first, field.choices).float()
     except RuntimeError as problem:
         last = field.first + field.choices - 1
-        raise InvalidArgument(
-            f"field {field.key} holds a number that is not within {field.first} … {last}"
-        ) from problem
+        raise InvalidArgument(f"field {field.key} holds a number outside of {field.first} … {last}") from problem
 
 
 def _keys(data: TensorDictBase) -> list[str]:

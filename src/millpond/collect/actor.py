@@ -12,6 +12,7 @@ import torch
 from millpond.collect.budget import Span
 from millpond.collect.lane import Lane
 from millpond.collect.parcel import Format
+from millpond.collect.rollout import NOTHING
 from millpond.collect.roster import COLLECTING, PAUSED, WAITING, WRITING, Roster
 from millpond.collect.supervision import Failure
 from millpond.collect.workers import WorkerSpec, furnish
@@ -107,6 +108,7 @@ class CollectActor:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._stopping = False
+        self._hurrying = False
         self._pausing = 0
         self._heard = 0  # of the collector's words on pausing
         self._next = 0  # the order that must come next
@@ -139,6 +141,8 @@ class CollectActor:
         spec, total_frames = cloudpickle.loads(pickled)
         self._spec: WorkerSpec = spec
         self._env, rollout = furnish(spec, life=life, total_frames=total_frames)
+        rollout.doing = self._line.doing
+        self._line.doing(NOTHING)
         self._granted, self._carried = Granted(), Carried()
         weights: Weights = self._carried if board is None else pickle.loads(board)
         self._lane = Lane(
@@ -207,12 +211,13 @@ class CollectActor:
 
     def _stepped(self) -> bool:
         self._line.touch()
-        return self._stopping
+        return self._stopping or self._hurrying
 
-    def mind(self, word: int, pause: int, stop: bool) -> None:
-        """Pause from now on, where ``pause`` is not 0, or stop. ``word`` rises: an older one came too late."""
+    def mind(self, word: int, pause: int, stop: bool, hurry: bool = False) -> None:
+        """Pause from now on, where ``pause`` is not 0, or stop; ``hurry`` leaves no time to finish the batch. ``word``
+        rises: an older one came too late."""
         if word > self._heard:
-            self._heard, self._pausing = word, pause
+            self._heard, self._pausing, self._hurrying = word, pause, hurry
             self._stopping = self._stopping or stop
 
     def pulse(self) -> Line:

@@ -9,6 +9,7 @@ from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.lane import Lane
+from millpond.collect.thread import Runner
 from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, WorkerFailed
 from millpond.core.roles import CancelEvent
 
@@ -20,8 +21,8 @@ _STOP_S = 9.0  # an environment that hangs cannot be killed in a thread; nobody 
 class Background:
     """Writes the batches of a lane into ``replay`` until all is collected, the replay is closed, or ``stop``.
 
-    ``next_batch`` makes the lane's next batch; ``written`` is told of each one. It is itself the cancel event of the
-    writes, and a worker's line says nothing of it: the thread is part of its collector.
+    ``next_batch`` makes the lane's next batch; ``written`` is told when one was offered. It is itself the cancel event
+    of the writes, and a worker's line says nothing of it: the thread is part of its collector.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Background:
         *,
         budget: FrameBudget,
         next_batch: Callable[[], object | None],
-        written: Callable[[int], None],
+        written: Callable[[], None],
     ) -> None:
         self._lane, self._replay, self._next_batch, self._written = lane, replay, next_batch, written
         self._budget = budget
@@ -39,10 +40,10 @@ class Background:
         self.stopping = self._pausing = self._idle = False
         self.ended = False
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
+        self._thread = Runner(self._run)
 
     def start(self) -> None:
-        """Begin; once."""
+        """Begin, the first time."""
         self._thread.start()
 
     def is_set(self) -> bool:
@@ -75,8 +76,8 @@ class Background:
         """One batch. False: everything is collected."""
         budget = self._budget
         if self._next_batch() is not None:
-            written = self._lane.offer(self._replay, cancel_event=self, stopping=lambda: self.stopping)
-            self._written(written or 0)
+            self._lane.offer(self._replay, cancel_event=self, stopping=lambda: self.stopping)
+            self._written()
         elif not self.stopping:  # all is reserved, but somebody may give frames back
             budget.wait_until(lambda: budget.finished or bool(budget.remaining), timeout=_SLICE_S)
         return not budget.finished

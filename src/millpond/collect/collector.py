@@ -12,7 +12,7 @@ from millpond.collect.background import Background
 from millpond.collect.budget import FrameBudget
 from millpond.collect.lane import Lane
 from millpond.collect.policies import check_policy
-from millpond.collect.rollout import Rollout
+from millpond.collect.rollout import NOTHING, Rollout
 from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
 from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType
 from millpond.core.roles import CancelEvent
@@ -98,8 +98,10 @@ class Collector:
         self._roster = Roster(bytearray(Roster.nbytes(1)), workers=1)
         self._me = self._roster.lines[0]
         self._me.enter()
+        self._me.doing(NOTHING)
+        rollout.doing = self._me.doing
         self._background: Background | None = None
-        self._written = 0
+        self._final: dict[str, Any] | None = None  # the statistics, once closed
         self._own: TensorDict | None = None  # the batch that is being handed out
         self._closed = False
 
@@ -126,7 +128,7 @@ class Collector:
             if self.replay is None:
                 self._own = batch.clone()
             else:
-                self._written += self._lane.write(self.replay, cancel_event=self.cancel_event)
+                self._lane.write(self.replay, cancel_event=self.cancel_event)
         if self._own is not None and self._lane.granted:
             self._lane.settle()
         self._report(WAITING)
@@ -168,13 +170,9 @@ class Collector:
                 self.replay,
                 budget=self.budget,
                 next_batch=self._next_batch,
-                written=self._count_written,
+                written=lambda: self._report(WAITING),
             )
-            self._background.start()
-
-    def _count_written(self, frames: int) -> None:
-        self._written += frames
-        self._report(WAITING)
+        self._background.start()
 
     def pause(self, *, timeout: float | None = None) -> None:
         """Finish the batch, and rest. A batch that waits for space in the replay is kept, and written afterwards.
@@ -234,12 +232,16 @@ class Collector:
     @property
     def written_frames(self) -> int:
         """Frames that this collector wrote into ``replay``."""
-        return self._written
+        written: int = self.stats()["written_frames"]
+        return written
 
     def stats(self) -> dict[str, Any]:
         """Counters, under the same names as those of ``MultiCollector``."""
+        if self._final is not None:
+            return self._final
         counted = self._roster.stats(self.budget, [self._lane.line], [()])
-        return {**counted, "written_frames": self._written, "quarantine": list(self._lane.rollout.tally.recent)}
+        written = self.budget.collected_by(self._lane.line) if self.replay is not None else 0
+        return {**counted, "written_frames": written, "quarantine": list(self._lane.rollout.tally.recent)}
 
     # ------------------------------------------------------------------ saving and ending
     def state_dict(self) -> dict[str, Any]:
@@ -259,6 +261,7 @@ class Collector:
         lives = max(state["lives"], default=0)
         self._lane.rollout.load_state_dict(next(iter(state["workers"]), None), incarnation=lives)
         self._me.lives = lives + 1
+        self._report(WAITING)
         self.budget.restore(state["collected_frames"])
 
     def close(self) -> None:
@@ -270,6 +273,7 @@ class Collector:
             logger.warning("an environment does not return from step(); its thread is left behind")
             return
         self._lane.abandon()
+        self._final = self.stats()
         self.budget.release(self._lane.line)
         self._release()
 

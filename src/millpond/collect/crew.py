@@ -12,10 +12,11 @@ from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.roster import Roster
-from millpond.collect.supervision import Supervision, receipts_of
+from millpond.collect.supervision import Supervision, Watch, receipts_of
 from millpond.collect.supervisor import Supervisor
 from millpond.collect.workers import WorkerSpec
 from millpond.core.errors import InvalidArgument, MillpondError
+from millpond.envs.make import env_name
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
 
 _lines_in_use: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()  # of each buffer
@@ -55,8 +56,10 @@ class Crew:
     roster: Roster
     _grace_s: float  # how long workers may take to end by themselves
 
-    def __init__(self, spec: WorkerSpec, *, replay: Any, max_restarts: int) -> None:
+    def __init__(self, spec: WorkerSpec, *, replay: Any, max_restarts: int, stall_timeout: float | None) -> None:
         self._spec, self._max_restarts = spec, max_restarts
+        names = [env_name(spec.env, worker=i) for i in range(spec.workers)]
+        self.watch = Watch(stall_timeout=stall_timeout, names=names)
         self._claimed = Lines(spec.budget, replay, workers=spec.workers)
         self.lines = self._claimed.numbers
         self.supervisor: Supervision | None = None
@@ -77,11 +80,9 @@ class Crew:
             supervisor = self._hire(rows)
             self._stop_forgotten = weakref.finalize(self, _stop, supervisor, self._owner)
             self._stop_forgotten.atexit = False
-            atexit.register(
-                self._stop_forgotten
-            )  # before what multiprocessing and Ray have registered, which came first
-            supervisor.start()
-            self.supervisor = supervisor
+            atexit.register(self._stop_forgotten)  # runs before what multiprocessing and Ray have registered earlier
+            self.supervisor = supervisor  # before it starts, so that nobody makes a second one after Ctrl-C
+        self.supervisor.start()
         return self.supervisor
 
     def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> Supervision:
@@ -115,8 +116,8 @@ class ProcessCrew(Crew):
 
     _grace_s = 4.0
 
-    def __init__(self, spec: WorkerSpec, *, replay: Any, context: mp_context.BaseContext, max_restarts: int) -> None:
-        super().__init__(spec, replay=replay, max_restarts=max_restarts)
+    def __init__(self, spec: WorkerSpec, *, context: mp_context.BaseContext, **shared: Any) -> None:
+        super().__init__(spec, **shared)
         self._context, self._directory = context, make_directory("collector")
         self._remove = weakref.finalize(self, _remove, self._directory, self._owner)
         allocate(self._directory / "roster", Roster.nbytes(spec.workers))
@@ -131,6 +132,7 @@ class ProcessCrew(Crew):
             roster=self.roster,
             context=self._context,
             max_restarts=self._max_restarts,
+            watch=self.watch,
             receipt=receipts_of(self._spec.replay),
             reclaims=self._spec.duty != "obey",
         )

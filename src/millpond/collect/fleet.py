@@ -21,7 +21,7 @@ from millpond.collect.berth import Berth
 from millpond.collect.post import CONTROL, KILL_S, Carrier, Post, bury
 from millpond.collect.roster import Roster
 from millpond.collect.station import Station
-from millpond.collect.supervision import Supervision, receipts_of
+from millpond.collect.supervision import Supervision, Watch, receipts_of
 from millpond.collect.workers import WorkerSpec
 from millpond.core.errors import InvalidArgument
 from millpond.remote.cluster import ray
@@ -52,8 +52,9 @@ class Fleet(Supervision):
         roster: Roster,
         options: Mapping[str, Any],
         max_restarts: int,
+        watch: Watch,
     ) -> None:
-        super().__init__(roster=roster, max_restarts=max_restarts)
+        super().__init__(roster=roster, max_restarts=max_restarts, watch=watch)
         self.budget, self.options = spec.budget, dict(options)
         self.carrier = Carrier(spec.weights)
         self.surroundings = (None if spec.weights is None else pickle.dumps(spec.weights), Home.here())
@@ -63,7 +64,7 @@ class Fleet(Supervision):
         self._class = ray().remote(concurrency_groups={CONTROL: 1})(CollectActor).options(**options)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.put = self._events.put
-        self._word, self._said = 0, (0, False)  # what the actors were told: to pause, to stop
+        self._word, self._said = 0, (0, False, False)  # what the actors were told: to pause, to stop, to hurry
         receipt = receipts_of(spec.replay)
         self.seats = [Berth(i, spec, line=line, budget=spec.budget, receipt=receipt) for i, line in enumerate(lines)]
         self._stations = [
@@ -71,8 +72,8 @@ class Fleet(Supervision):
         ]
 
     def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
-        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if it dies over it. Twice under one number is
-        once."""
+        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if
+        it dies over it. Twice under one number is once."""
         self.put(functools.partial(self.seats[worker].want, frames, first, number=number))
 
     def ask(self, worker: int) -> bool:
@@ -82,6 +83,10 @@ class Fleet(Supervision):
             return False
         self.put(station.ask_state)
         return True
+
+    def dismiss(self, worker: int) -> None:
+        """End a worker, by force, and put nobody into its place. What it had reserved is given back."""
+        self.put(self._stations[worker].dismiss)
 
     def stop(self, grace_s: float) -> None:
         """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
@@ -104,8 +109,8 @@ class Fleet(Supervision):
             while not self._stopping.is_set() and not self.ended:
                 self._speak()
                 for station in self._stations:
-                    if not station.berth.ended:
-                        station.tend(*self._said)
+                    if not station.berth.ended or station.berth.in_doubt:
+                        station.tend(*self._said[:2])
                 self._happen()
         except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
             self.fail(f"supervising the actors failed: {problem!r}", cause=problem)
@@ -119,7 +124,7 @@ class Fleet(Supervision):
 
     def _speak(self) -> None:
         """Tell the actors where the collector has said that they are to pause, to go on, or to stop."""
-        say = (self._roster.pausing, self._roster.stopping)
+        say = (self._roster.pausing, self._roster.stopping, self._roster.hurrying)
         if say != self._said:
             self._said = say
             for station in self._stations:
@@ -154,10 +159,14 @@ class Fleet(Supervision):
         """A new actor."""
         return Post(self._class.remote(), self.put)
 
-    def next_word(self) -> tuple[int, int, bool]:
-        """What an actor is to be told: a number that rises, whether to pause, whether to stop."""
+    def next_word(self) -> tuple[int, int, bool, bool]:
+        """What an actor is to be told: a number that rises, whether to pause, to stop, to hurry."""
         self._word += 1
         return (self._word, *self._said)
+
+    def hung(self, station: Station) -> str | None:
+        """What is wrong with a worker that hangs."""
+        return self._watch.look(station.berth.worker, station.line)
 
     @property
     def told_to_stop(self) -> bool:

@@ -186,6 +186,11 @@ class Lane:
         self.rollout.rows.drop()
         self._dropping = False
 
+    def rest(self) -> None:
+        """Give back what is reserved for a batch that is not complete; what is there of it is of the next one."""
+        if self._made is None:
+            self.abandon()
+
     def abandon(self) -> None:
         """Give back what is reserved. What was collected stays in the rollout."""
         if self.granted or self._reserving:

@@ -27,6 +27,10 @@ class MultiCollector(TeamCollector):
     Whatever is killed when: frames collected are frames written, and never exceed ``total_frames``. A worker that dies
     is replaced, up to ``max_restarts`` times in all; one that raises ends the collection with its traceback.
 
+    Nothing here judges how fast environments are: waits follow their pace. A call of an environment or a policy that
+    lasts 10 s is named in the log, in ``stats()`` and by ``explain()``; one that lasts ``stall_timeout`` seconds (None:
+    for ever) counts as hung, and its worker is replaced as if it had died.
+
     Args:
         env, policy, frames_per_batch, num_envs: as for ``Collector``, for each worker; a list of factories has one for
             each. They travel by cloudpickle; the workers cannot change the originals.
@@ -49,6 +53,7 @@ class MultiCollector(TeamCollector):
         total_frames: int = -1,
         sync: bool = False,
         max_restarts: int = 20,
+        stall_timeout: float | None = 300.0,
         layout: Layout = "transitions",
         replay: Any = None,
         weights: WeightBoard | None = None,
@@ -84,5 +89,11 @@ class MultiCollector(TeamCollector):
         )
         if start_method == "forkserver":  # no effect on a fork server that runs already
             set_forkserver_preload(_PRELOAD)
-        crew = ProcessCrew(spec, replay=replay, context=get_context(start_method), max_restarts=max_restarts)
+        crew = ProcessCrew(
+            spec,
+            replay=replay,
+            context=get_context(start_method),
+            max_restarts=max_restarts,
+            stall_timeout=stall_timeout,
+        )
         super().__init__(spec, crew, replay=replay, owns_budget=budget is None)

@@ -52,8 +52,8 @@ class Post:
 
         self._hear(done, answer)
 
-    def mind(self, word: int, pause: int, stop: bool) -> None:
-        self._control("mind").remote(word, pause, stop)
+    def mind(self, *what: int) -> None:
+        self._control("mind").remote(*what)
 
     def ask(self, heed: Heed, what: str) -> None:
         """``pulse`` or ``state``."""

@@ -53,6 +53,7 @@ class RayCollector(TeamCollector):
         total_frames: int = -1,
         sync: bool = False,
         max_restarts: int = 20,
+        stall_timeout: float | None = 300.0,
         ray_options: Mapping[str, Any] | None = None,
         layout: Layout = "transitions",
         replay: Any = None,
@@ -83,7 +84,7 @@ class RayCollector(TeamCollector):
             random_frames=random_frames,
             keep_float64=keep_float64,
         )
-        crew = RayCrew(spec, replay=replay, options=options, max_restarts=max_restarts)
+        crew = RayCrew(spec, replay=replay, options=options, max_restarts=max_restarts, stall_timeout=stall_timeout)
         super().__init__(spec, crew, replay=replay, owns_budget=budget is None)
 
 
@@ -92,8 +93,8 @@ class RayCrew(Crew):
 
     _grace_s = 2.0
 
-    def __init__(self, spec: WorkerSpec, *, replay: Any, options: Mapping[str, Any], max_restarts: int) -> None:
-        super().__init__(spec, replay=replay, max_restarts=max_restarts)
+    def __init__(self, spec: WorkerSpec, *, options: Mapping[str, Any], **shared: Any) -> None:
+        super().__init__(spec, **shared)
         self._options = options
         self.roster = Roster(bytearray(Roster.nbytes(spec.workers)), workers=spec.workers)
 
@@ -109,6 +110,7 @@ class RayCrew(Crew):
                 roster=self.roster,
                 options=self._options,
                 max_restarts=self._max_restarts,
+                watch=self.watch,
             )
         except (TypeError, ValueError) as problem:
             raise InvalidArgument(f"Ray does not take these ray_options: {problem}") from problem

@@ -27,13 +27,15 @@ from millpond.collect.rows import (
 )
 from millpond.core.errors import InvalidArgument, NonFinite, SchemaMismatch
 from millpond.envs.autoreset import Step, Stepper
-from millpond.envs.spaces import Leaf, Limits, limits, nested
+from millpond.envs.spaces import Leaf, Limits, limits, load_space_state, nested, space_state
 
 Mask = npt.NDArray[np.bool_]
+NOTHING, MAKING, RESETTING, STEPPING, ASKING, SAVING = range(6)  # whose code runs
 RANDOM = -1  # the policy version of a random action: no weights had a part in it
 RECENT = 32  # episodes, and transitions in quarantine, that are remembered
 PATIENCE = 1000  # steps in a row that one environment may give nothing but NaN
 _ORIGIN_BITS, _INCARNATION_BITS, _COUNT_BITS = 15, 12, 36
+_COUNTS = ("quarantined", "unbootstrappable", "resets", "episodes")
 _HUGE = 1e37  # squares that sum to less contain neither NaN nor infinity
 
 
@@ -62,10 +64,18 @@ class Tally:
         self.recent: deque[Quarantined] = deque(maxlen=RECENT)
         self.finished: deque[tuple[float, int]] = deque(maxlen=RECENT)  # return, length
         self.returns = np.zeros(num_envs)
+        self.gaps = np.zeros(num_envs, bool)  # was anything of the open episode quarantined?
 
-    def count(self, step: Step, steps: npt.NDArray[np.int64]) -> None:
-        """One step of all environments; ``steps``: the number of each within its episode, from 0."""
-        self.returns += step.reward
+    def count(self, step: Step, steps: npt.NDArray[np.int64], bad: Mask | None) -> None:
+        """One step of all environments; ``steps``: the number of each within its episode, from 0.
+
+        An episode of which a transition is ``bad`` stays out of what is told of returns and lengths.
+        """
+        if bad is None:
+            self.returns += step.reward
+        else:
+            np.add(self.returns, step.reward, out=self.returns, where=~bad)
+            self.gaps |= bad
         if step.stored is not None:
             resets = (~step.stored).nonzero()[0]
             self.resets += len(resets)
@@ -74,10 +84,20 @@ class Tally:
             self.unbootstrappable += int(np.count_nonzero(step.lost))
         if step.ended is not None:
             ended = step.ended.nonzero()[0]
-            latest = ended[-RECENT:]
+            latest = ended[~self.gaps[ended]][-RECENT:]
             self.finished.extend(zip(self.returns[latest].tolist(), (steps[latest] + 1).tolist(), strict=True))
             self.episodes += len(ended)
-            self.returns[ended] = 0.0
+            self.returns[ended], self.gaps[ended] = 0.0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and the latest episodes."""
+        return {**{name: getattr(self, name) for name in _COUNTS}, "finished": list(self.finished)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from there."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.finished.extend((total, length) for total, length in state["finished"])
 
 
 class EpisodeIds:
@@ -139,6 +159,8 @@ class Rollout:
         space = stepper.env.single_action_space
         self._limits = [_finite(limits(space, leaf)) if leaf.dtype.kind == "f" else None for leaf, _ in self._acts]
         self._asking = None if policy is None else Asking(policy, space, stepper.action_leaves, n)
+        self.doing: Callable[[int], object] = lambda what: None
+        """Is told before each call of others' code which of the five kinds it is."""
         self._at_frame: Callable[[int], object] | None = getattr(policy, "at_frame", None)
 
     def collect(
@@ -153,6 +175,12 @@ class Rollout:
             NonFinite: an environment gave nothing but NaN or infinity for 1,000 steps.
             InvalidArgument, InvalidType: the policy does not fit the environments; before any frame was collected.
         """
+        try:
+            return self._collect(frames, first, random_frames, stopped)
+        finally:
+            self.doing(NOTHING)
+
+    def _collect(self, frames: int, first: int, random_frames: int, stopped: Callable[[], bool]) -> bool:
         if self._observation is None:
             self._begin()
         if self._cut_off:
@@ -170,6 +198,7 @@ class Rollout:
     # ------------------------------------------------------------------ one step
     def _begin(self) -> None:
         self._seed_draws()
+        self.doing(RESETTING)
         observation = self.stepper.reset(seed=self._seeds[0])
         self._check_shapes(observation)
         self._episode = self._ids.take(self.stepper.num_envs)
@@ -179,9 +208,10 @@ class Rollout:
         """An exception has cut a step off, and nobody knows what the environments did in it: the open episodes end as
         truncated."""
         self.rows.truncate(np.ones(self.stepper.num_envs, bool))
+        self.doing(RESETTING)
         observation = self.stepper.reset()
         self._episode = self._ids.take(self.stepper.num_envs)
-        self._step[...], self.tally.returns[...], self._sick = 0, 0.0, False
+        self._step[...], self.tally.returns[...], self.tally.gaps[...], self._sick = 0, 0.0, False, False
         self._observation, self._cut_off = observation, False
 
     def _seed_draws(self) -> None:
@@ -199,8 +229,10 @@ class Rollout:
             block[seen.key][...] = values
             if seen.floating:
                 self._look(values, seen.key, block)
+        self.doing(ASKING)
         actions = self._act(block, random)
         self._cut_off = True  # until the step is whole
+        self.doing(STEPPING)
         step = stepper.step(actions)
         for seen in self._seen:
             values = seen.leaf.of(step.next_observation)
@@ -216,10 +248,12 @@ class Rollout:
         if step.lost is not None:
             self._mark_lost(step.lost, block)
         self._look(step.reward, REWARD, block)
-        self.tally.count(step, self._step)
         bad = self._judge(step) if self._suspects or self._sick else None
+        self.tally.count(step, self._step, bad)
         rows.close(step.stored if bad is None else ~bad if step.stored is None else step.stored & ~bad)
         self._number(step, bad)
+        if step.ended is not None:
+            self.doing(RESETTING)
         self._observation, self._cut_off = stepper.advance(), False
 
     def _act(self, block: Block, random: int) -> Any:
@@ -330,22 +364,35 @@ class Rollout:
                 raise SchemaMismatch(f"{name}: the environment returned shape {shape}, its space says {expected}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The frames that are collected and not taken, and the worlds, where they can be saved.
+        """The frames that are collected and not taken, and the worlds with all generators, where they can be saved.
 
-        The open episodes of those that cannot are closed as truncated in the copy: nobody could continue them.
+        The open episodes of those that cannot are closed as truncated in the copy: nobody could continue them. Nothing
+        here changes.
         """
-        worlds = self.stepper.state_dict() if self._observation is not None else None
-        state = self.rows.state_dict(close=worlds is None)
+        worlds = None
+        if self._observation is not None and not self._cut_off:
+            self.doing(SAVING)
+            worlds = self.stepper.state_dict()
+            self.doing(NOTHING)
+        state = {**self.rows.state_dict(close=worlds is None), "tally": self.tally.state_dict()}
         if worlds is not None:
-            mine = {"episode": self._episode, "step": self._step, "streak": self._streak, "return": self.tally.returns}
-            state["worlds"] = {**worlds, **{name: value.copy() for name, value in mine.items()}}
+            state["worlds"] = {**worlds, **{name: value.copy() for name, value in self._own().items()}}
+            state["draws"] = {"ids": self._ids.next, "actions": space_state(self.stepper.env.action_space)}
+            if isinstance(noise := getattr(self.policy, "generator", None), torch.Generator):
+                state["draws"]["policy"] = noise.get_state().numpy()
         return state
+
+    def _own(self) -> dict[str, npt.NDArray[Any]]:
+        """What is known of each environment."""
+        tally = self.tally
+        own: dict[str, npt.NDArray[Any]] = {"episode": self._episode, "step": self._step, "streak": self._streak}
+        return own | {"return": tally.returns, "gaps": tally.gaps}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, incarnation: int) -> None:
         """Hold the frames that were saved, if any, and number new episodes as the life that ``incarnation`` tells.
 
-        Saved worlds go on where they were, with new draws of the policy's; where these cannot, their open episodes end
-        as truncated.
+        Saved worlds go on where they were, with the draws that would have come next; where these cannot, their open
+        episodes end as truncated.
 
         Raises:
             InvalidArgument: they do not fit, or steps were made already.
@@ -356,18 +403,23 @@ class Rollout:
         if state is None:
             return
         self.rows.load_state_dict(state)
+        self.tally.load_state_dict(state["tally"])
         worlds = state.get("worlds")
         if worlds is None:
             return
         if not self.stepper.load_state_dict(worlds):
             self.rows.truncate(np.ones(self.stepper.num_envs, bool))
             return
+        draws = state["draws"]
         self._seed_draws()
+        load_space_state(self.stepper.env.action_space, draws["actions"])
+        if "policy" in draws and isinstance(noise := getattr(self.policy, "generator", None), torch.Generator):
+            noise.set_state(torch.from_numpy(np.array(draws["policy"])))
+        self._ids.next = draws["ids"]
         self._observation = self.stepper.advance()
         self._check_shapes(self._observation)
-        for name, mine in (("episode", self._episode), ("step", self._step), ("streak", self._streak)):
+        for name, mine in self._own().items():
             mine[...] = worlds[name]
-        self.tally.returns[...] = worlds["return"]
 
     def _live(self, incarnation: int) -> None:
         """Each life has episode ids and seeds of its own."""

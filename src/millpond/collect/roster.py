@@ -11,20 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.rollout import RECENT, Tally
+from millpond.collect.rollout import MAKING, NOTHING, RECENT, Tally
 from millpond.shm import identity
 
 STATES = ("starting", "collecting", "writing", "waiting", "paused", "finished", "failed", "dead")
+DOING = (None, "making the environments", "reset()", "step()", "the policy", "state_dict()")  # by Rollout's numbers
 STARTING, COLLECTING, WRITING, WAITING, PAUSED, FINISHED, FAILED, DEAD = range(len(STATES))
-_STOP, _PAUSE, _FIRST = 0, 1, 16
+_STOP, _PAUSE, _HURRY, _FIRST = 0, 1, 2, 16
 _PID, _STARTED, _STATE, _LIVES, _STEPPED, _HELD, _VERSION, _PAUSED = range(8)  # words of a line
-_QUARANTINED, _LOST, _RESETS, _DROPPED, _EPISODES = range(8, 13)
+_QUARANTINED, _LOST, _RESETS, _DROPPED, _EPISODES, _DOING, _SINCE = range(8, 15)
 _COUNTED = (_QUARANTINED, _LOST, _RESETS, _DROPPED, _EPISODES)  # these go on where an earlier life ended
 _SUMS = {
     "held_frames": _HELD,  # collected, not handed over, and not counted
     "dropped_frames": _DROPPED,  # refused by a buffer that drops
     "reset_rows": _RESETS,  # rows of NEXT_STEP environments that are no transitions
-    "quarantined": _QUARANTINED,
+    "quarantined_rows": _QUARANTINED,
     "unbootstrappable": _LOST,
     "episodes": _EPISODES,
 }
@@ -59,8 +60,14 @@ class Roster:
         """Order all workers to end."""
         self._orders[_STOP] = 1
 
-    def pause(self) -> int:
-        """Order all workers to pause; the number of the pause."""
+    @property
+    def hurrying(self) -> bool:
+        """The workers are to pause, or to end, between two steps, with a batch that is not done."""
+        return self._orders[_HURRY] != 0 or self.stopping
+
+    def pause(self, *, hurry: bool = False) -> int:
+        """Order all workers to pause, when their batch is done or at once; the number of the pause."""
+        self._orders[_HURRY] = int(hurry)
         if not self.pausing:
             self._orders[_PAUSE] = 1 - self._orders[_PAUSE]
         return self.pausing
@@ -68,6 +75,7 @@ class Roster:
     def resume(self) -> None:
         """Order all workers to go on."""
         self._orders[_PAUSE] = -abs(self._orders[_PAUSE])
+        self._orders[_HURRY] = 0
 
     def stats(self, budget: FrameBudget, lines: Sequence[int], deaths: Sequence[Sequence[str]]) -> dict[str, Any]:
         """The counters of a collector: sums over its workers, and an entry for each.
@@ -104,6 +112,7 @@ class WorkerLine:
         words = self.words
         words[_PID], words[_STARTED] = identity.me()
         words[_STATE], words[_STEPPED], words[_HELD], words[_PAUSED] = STARTING, time.monotonic_ns(), 0, 0
+        self.doing(MAKING)
         self._base = {word: words[word] for word in _COUNTED}
         words[_LIVES] += 1
         return words[_LIVES] - 1
@@ -111,6 +120,21 @@ class WorkerLine:
     def touch(self) -> None:
         """A step was made."""
         self.words[_STEPPED] = time.monotonic_ns()
+
+    def doing(self, what: int) -> None:
+        """Others' code is called, or has returned."""
+        self.words[_SINCE] = time.monotonic_ns()  # first: who reads it last never sees a new call with an old time
+        self.words[_DOING] = what
+
+    def activity(self) -> tuple[str | None, float]:
+        """Whose code runs, and since when, in seconds of the clock of ``time.monotonic``; None: nobody's but ours."""
+        return DOING[self.words[_DOING]], self.words[_SINCE] / 1e9
+
+    def leave(self, state: int) -> None:
+        """Nobody is here any more: what was true of the one who was is not told any longer. The counts stay."""
+        words = self.words
+        words[_STATE], words[_DOING], words[_HELD], words[_VERSION] = state, NOTHING, 0, 0
+        words[_PID] = words[_STARTED] = 0
 
     def told(self) -> tuple[int, bytes]:
         """This line, to be carried to another process: the clock here, and the words."""
@@ -121,7 +145,9 @@ class WorkerLine:
         now, words = said
         paused = self.paused
         self.words[:] = memoryview(words).cast("q")
-        self.words[_STEPPED] += time.monotonic_ns() - now
+        late = time.monotonic_ns() - now
+        self.words[_STEPPED] += late
+        self.words[_SINCE] += late
         self.paused = paused
 
     def report(self, tally: Tally, *, held: int, dropped: int, version: int) -> None:
@@ -172,16 +198,18 @@ class WorkerLine:
         return [(self._floats[_RETURNS + i], length) for i, length in enumerate(lengths) if length]
 
     def describe(self, *, worker: int, frames: int, deaths: Sequence[str]) -> dict[str, Any]:
-        """This worker's entry in ``stats()["workers"]``. The age is None where the worker never began."""
-        words = self.words
-        age = (time.monotonic_ns() - words[_STEPPED]) / 1e9 if words[_PID] else None
+        """This worker's entry in ``stats()["workers"]``. What is true of a process is None where there is none."""
+        words, now, there = self.words, time.monotonic(), self.words[_PID] != 0
+        doing, since = self.activity()
         return {
             "id": worker,
-            "pid": words[_PID],
+            "pid": words[_PID] or None,
             "state": STATES[words[_STATE]],
             "frames": frames,
-            "last_step_age_s": age,
-            "policy_version": words[_VERSION],
+            "last_step_age_s": now - words[_STEPPED] / 1e9 if there else None,
+            "doing": doing,
+            "doing_s": now - since if doing else None,
+            "policy_version": words[_VERSION] if there else None,
             "restarts": len(deaths),
             "reason": deaths[-1] if deaths else None,
         }

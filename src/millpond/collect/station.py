@@ -35,7 +35,7 @@ class Station:
     def __init__(self, fleet: Fleet, berth: Berth, *, spec: bytes, line: WorkerLine) -> None:
         self.berth = berth
         self.post: Post | None = None
-        self._fleet, self._spec, self._line = fleet, spec, line
+        self._fleet, self._spec, self.line = fleet, spec, line
 
     def tend(self, pause: int, stopping: bool) -> None:
         """See what there is to be done: replace, feed, pause, or end."""
@@ -49,6 +49,9 @@ class Station:
         if post.form is None:
             self._wonder(post)
             return
+        if reason := self._fleet.hung(self):
+            self._replace(post, reason)
+            return
         if time.monotonic() > post.pulse_due:
             post.pulse_due = math.inf  # until this one is answered
             post.ask(self._heeding(self._pulsed), "pulse")
@@ -57,10 +60,10 @@ class Station:
         if berth.busy:
             return
         if stopping or self._fleet.budget.finished:
-            self._line.state = FAILED if self._line.state == FAILED else FINISHED
+            self.line.state = FAILED if self.line.state == FAILED else FINISHED
             self._fleet.end(berth)
         elif pause:
-            self._line.state, self._line.paused = PAUSED, pause
+            self.line.state, self.line.paused = PAUSED, pause
 
     def fill(self, stopping: bool) -> Post | None:
         """Start an actor. None: it is too late for that."""
@@ -68,9 +71,9 @@ class Station:
         if stopping:
             fleet.end(berth)
             return None
-        self._line.state = STARTING
+        self.line.leave(STARTING)
         post = self.post = fleet.hire()
-        details = (self._line.told(), berth.begin(), *fleet.surroundings, identity.me())
+        details = (self.line.told(), berth.begin(), *fleet.surroundings, identity.me())
         post.begin(self._heeding(self._begun), self._spec, *details)
         self.mind()
         return post
@@ -114,7 +117,7 @@ class Station:
             self._failed(answer.failure)
         else:
             post.form, post.neighbour, post.direct = answer.form, answer.neighbour, answer.direct
-            post.process = self._line.process
+            post.process = self.line.process
 
     def _answered(self, post: Post, answer: Report) -> None:
         berth, fleet = self.berth, self._fleet
@@ -128,7 +131,7 @@ class Station:
             self._failed(answer.failure)
         elif answer.outcome == "closed" and not berth.ended:
             logger.info("worker %d ended: the replay buffer was closed", berth.worker)
-            self._line.state = FINISHED
+            self.line.state = FINISHED
             fleet.end(berth)
 
     def _note(self, answer: Report) -> None:
@@ -137,8 +140,8 @@ class Station:
             self._fleet.note(self.berth.worker, answer.quarantined)
 
     def _hear(self, said: tuple[int, bytes]) -> None:
-        if self._line.state not in _LAST:  # else it says something older
-            self._line.hear(said)
+        if self.line.state not in _LAST:  # else it says something older
+            self.line.hear(said)
 
     def _pulsed(self, post: Post, said: tuple[int, bytes]) -> None:
         post.pulse_due = time.monotonic() + PULSE_S
@@ -153,19 +156,29 @@ class Station:
             )
 
     # ------------------------------------------------------------------ ends
-    def _replace(self, post: Post, reason: str) -> None:
-        """The actor is dead: settle what it left, and see whether another one may be started."""
+    def dismiss(self) -> None:
+        """End the actor, by force, and start no other."""
+        if self.post is not None:
+            self._bury(self.post)
+        self._fleet.end(self.berth)
+
+    def _bury(self, post: Post) -> None:
+        """End the actor, if it is not dead, and settle what it left."""
         self.post = None
         bury([post])
         self.berth.died(doubt_ends=0.0 if post.direct else time.monotonic() + DOUBT_S)
         self.berth.settle(time.monotonic())
-        self._line.state = DEAD
+        self.line.leave(DEAD)
+
+    def _replace(self, post: Post, reason: str) -> None:
+        """The actor is dead, or hangs: see whether another one may be started."""
+        self._bury(post)
         if self._fleet.failure is None and not self._fleet.stopping:
             self._fleet.lost(self.berth, reason)
 
     def _failed(self, told: Failure | None) -> None:
         assert told is not None
-        self._line.state = FAILED
+        self.line.state = FAILED
         self._fleet.failed(self.berth.worker, told)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
-from millpond.collect.roster import Roster
+from millpond.collect.roster import Roster, WorkerLine
+from millpond.collect.thread import Runner
 from millpond.core import errors
 from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, WorkerFailed
+from millpond.replay.waiting import check_timeout
 
 logger = logging.getLogger("millpond.collect")
+_LONG_S = 10.0
 KEPT_EVENTS = 128  # transitions that were not stored, of which the latest are told
 
 
@@ -52,6 +56,43 @@ class Place(Protocol):
     ended: bool
 
 
+class Watch:
+    """Looks how long the calls of others' code last: those of environments and policies.
+
+    A call that has lasted 10 s is told in the log, again whenever it has lasted twice as long, and counts as hung after
+    ``stall_timeout`` seconds. None: never. ``names`` are the environments of the workers.
+    """
+
+    def __init__(self, *, stall_timeout: float | None, names: Sequence[str]) -> None:
+        self._limit_s = check_timeout(stall_timeout)
+        if not self._limit_s:
+            raise InvalidArgument("stall_timeout must be above 0, or None")
+        self._names = names
+        self._seen: dict[int, tuple[str | None, float]] = {}  # by worker: its call at the look before
+        self._told_s: dict[int, float] = {}
+
+    def describe(self, worker: int, line: WorkerLine) -> str | None:
+        """The call that a worker is in, in words; None: it is in none."""
+        doing, since = line.activity()
+        if doing is None:
+            return None
+        return f"has been in {doing} of {self._names[worker]} for {time.monotonic() - since:.1f} s"
+
+    def look(self, worker: int, line: WorkerLine) -> str | None:
+        """Tell of a call that lasts long; what is wrong with a worker that hangs."""
+        call, described = line.activity(), self.describe(worker, line)
+        if described is None or self._seen.get(worker) != call:  # a call is judged when it is seen twice
+            self._seen[worker], self._told_s[worker] = call, _LONG_S
+            return None
+        lasted = time.monotonic() - call[1]
+        if lasted > self._limit_s:
+            return f"{described}, longer than stall_timeout={self._limit_s:g}"
+        if lasted > self._told_s[worker]:
+            self._told_s[worker] = 2 * lasted
+            logger.warning("worker %d (process %d) %s", worker, line.process[0], described)
+        return None
+
+
 class Supervision:
     """Starts workers, listens to them, and replaces those that die, in a thread of its own, which is `_run`.
 
@@ -61,21 +102,21 @@ class Supervision:
 
     seats: Sequence[Place]
 
-    def __init__(self, *, roster: Roster, max_restarts: int) -> None:
+    def __init__(self, *, roster: Roster, max_restarts: int, watch: Watch) -> None:
         self.deliveries: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.quarantine: list[Any] = []  # the latest transitions that were not stored
         self.failure: MillpondError | None = None
         self.changed = threading.Condition()
-        self._roster, self._max_restarts = roster, max_restarts
+        self._roster, self._max_restarts, self._watch = roster, max_restarts, watch
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="millpond collector", daemon=True)
+        self._thread = Runner(self._run)
 
     def _run(self) -> None:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start the workers; returns at once."""
+        """Start the workers, the first time; returns at once."""
         self._thread.start()
 
     @property
@@ -89,12 +130,16 @@ class Supervision:
         return self._roster.stopping
 
     def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
-        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if it dies over it. Twice under one number is
-        once."""
+        """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if
+        it dies over it. Twice under one number is once."""
         raise NotImplementedError
 
     def ask(self, worker: int) -> bool:
         """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
+        raise NotImplementedError
+
+    def dismiss(self, worker: int) -> None:
+        """End a worker, by force, and put nobody into its place. What it had reserved is given back."""
         raise NotImplementedError
 
     def stop(self, grace_s: float) -> None:

@@ -20,8 +20,8 @@ from tensordict import TensorDict
 from millpond.collect.budget import FrameBudget
 from millpond.collect.mailbox import Mailbox
 from millpond.collect.parcel import Format
-from millpond.collect.roster import DEAD, FAILED, FINISHED, Roster
-from millpond.collect.supervision import Supervision
+from millpond.collect.roster import DEAD, FAILED, FINISHED, STARTING, Roster
+from millpond.collect.supervision import Supervision, Watch
 from millpond.collect.workers import run
 from millpond.core.errors import WorkerFailed
 from millpond.shm import identity
@@ -79,13 +79,13 @@ class Seat:
         self.connection: Connection = None  # type: ignore[assignment]  # set with the process
         self.mailbox: Mailbox | None = None
         self.deaths: list[str] = []  # why each process that died was replaced, or was not
-        self.order: tuple[int, int, int] | None = (
-            None  # frames, the first one's number, number: to be repeated to the next one
-        )
+        self.order: tuple[int, int, int] | None = None  # frames, first, number: to be repeated to the next one
         self.answered = 0  # the number of the last order that was carried out
         self.counting = threading.Lock()
         self.posted: list[Delivery] = []  # by the process that is here now
         self.ended = False  # nobody is here, and nobody will be
+        self.hung: str | None = None  # why the process that is here was killed
+        self.dismissed = False
 
 
 class Supervisor(Supervision):
@@ -102,10 +102,11 @@ class Supervisor(Supervision):
         roster: Roster,
         context: mp_context.BaseContext,
         max_restarts: int,
+        watch: Watch,
         receipt: Callable[[int], int | None],
         reclaims: bool,
     ) -> None:
-        super().__init__(roster=roster, max_restarts=max_restarts)
+        super().__init__(roster=roster, max_restarts=max_restarts, watch=watch)
         self.seats = [Seat(i, line=line, budget=budget) for i, line in enumerate(lines)]
         self._specs, self._budget, self._context = specs, budget, context
         self._receipt, self._reclaims = receipt, reclaims
@@ -131,6 +132,10 @@ class Supervisor(Supervision):
                 return True
         return False
 
+    def dismiss(self, worker: int) -> None:
+        """End a worker, by force, and put nobody into its place. What it had reserved is given back."""
+        self.seats[worker].dismissed = True  # the thread sees it
+
     def stop(self, grace_s: float) -> None:
         """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
         self._roster.stop()
@@ -150,14 +155,14 @@ class Supervisor(Supervision):
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         try:
-            for seat in self.seats:
+            for seat in self.seats if not self._stopping.is_set() else ():
                 self._fill(seat)
             looked = time.monotonic()
             while not self._stopping.is_set() and not self.ended:
                 self._look()
                 if time.monotonic() - looked > _LOOK_S:
                     looked = time.monotonic()
-                    self._look_for_the_dead()
+                    self._look_closely()
         except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
             self.fail(f"supervising the workers failed: {problem!r}", cause=problem)
         finally:
@@ -175,6 +180,7 @@ class Supervisor(Supervision):
 
     def _fill(self, seat: Seat) -> None:
         """Start a process for this seat."""
+        self._roster.lines[seat.worker].leave(STARTING)
         here, there = self._context.Pipe()
         target = self._context.Process(  # type: ignore[attr-defined]  # every concrete context has it
             target=run,
@@ -204,10 +210,14 @@ class Supervisor(Supervision):
             if seat.process.sentinel in ready:
                 self._replace(seat)
 
-    def _look_for_the_dead(self) -> None:
-        """Ask the kernel: a sentinel may be held open by processes that the environments started."""
+    def _look_closely(self) -> None:
+        """Ask the kernel who is dead: a sentinel may be held open by processes that the environments started. And see
+        who hangs."""
         for seat in self.seats:
-            if not seat.ended and self._lives(seat) is False:
+            if not seat.ended and (seat.dismissed or self._lives(seat) is False):
+                self._replace(seat)
+            elif not seat.ended and (reason := self._watch.look(seat.worker, self._roster.lines[seat.worker])):
+                seat.hung = reason
                 self._replace(seat)
 
     def _lives(self, seat: Seat) -> bool | None:
@@ -249,7 +259,7 @@ class Supervisor(Supervision):
     def _replace(self, seat: Seat) -> None:
         """The process of this seat is dead: settle what it left, and start another one if it did not end well."""
         reason = self._clear(seat)
-        if reason is None or self._roster.stopping:
+        if reason is None or self._roster.stopping or seat.dismissed:
             self.end(seat)
             return
         if reason == _NEVER_BEGAN:  # the next one would not either
@@ -280,8 +290,12 @@ class Supervisor(Supervision):
             seat.process, seat.mailbox, seat.posted = None, None, []
         line = self._roster.lines[seat.worker]
         if self.failure is not None or (code == 0 and line.state == FINISHED):
+            line.leave(line.state)
             return None
-        line.state = DEAD
+        line.leave(DEAD)
+        hung, seat.hung = seat.hung, None
+        if hung is not None:
+            return hung
         if code > 0 and not began:
             return _NEVER_BEGAN
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from tensordict import TensorDict
@@ -19,7 +20,7 @@ from millpond.collect.policies import check_policy
 from millpond.collect.roster import STATES
 from millpond.collect.supervision import Supervision
 from millpond.collect.workers import Duty, WorkerSpec
-from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument
+from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument
 from millpond.core.roles import CancelEvent
 from millpond.envs.make import check_portable
 from millpond.replay.waiting import check_timeout
@@ -160,33 +161,55 @@ class TeamCollector:
         return self.budget.wait_until(lambda: over(supervisor, self.budget), timeout=timeout, cancel_event=cancel_event)
 
     # ------------------------------------------------------------------ pausing
-    def pause(self, *, timeout: float | None = None) -> None:
+    def pause(
+        self, *, timeout: float | None = None, cancel_event: CancelEvent | None = None, kill_after: float | None = None
+    ) -> None:
         """Let every worker finish its batch, hand it over and rest. Returns when all of them do, and all is counted.
 
-        A worker that waits for space in the replay keeps its batch, and writes it after ``resume()``.
+        That takes as long as the environments need. A worker that waits for space in the replay keeps its batch, and
+        writes it after ``resume()``.
+
+        With ``kill_after`` workers stop between two steps, and what they had reserved for a batch that is not complete
+        is given back; one that is not done with its step after so many seconds is ended for good. So a pause at the end
+        of a run, which nobody resumes, does not wait for an environment that hangs.
 
         Raises:
             DeadlineExceeded: not within ``timeout`` seconds; the workers still pause, and ``resume()`` works.
+            Cancelled: ``cancel_event`` was set; likewise.
             WorkerFailed: the collection failed.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        number, supervisor = self._crew.roster.pause(), self._crew.supervisor
+        start = time.monotonic()
+        end, last = start + check_timeout(timeout), start + check_timeout(kill_after)
+        number, supervisor = self._crew.roster.pause(hurry=kill_after is not None), self._crew.supervisor
         if supervisor is None or self._harvest is None:
             return
         while active := self._active(supervisor, number):
             raise_failure(supervisor)
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"after {timeout} s these workers did not pause: {', '.join(active)}")
+            if cancel_event is not None and cancel_event.is_set():
+                raise Cancelled(f"cancelled while these workers had not paused yet: {self._described(active)}")
+            if time.monotonic() >= last:
+                logger.warning("ended, since they did not pause within %g s: %s", kill_after, self._described(active))
+                for worker in active:
+                    supervisor.dismiss(worker)
+                last = math.inf
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(f"after {timeout} s these workers did not pause: {self._described(active)}")
             time.sleep(_SLICE_S)
         self._harvest.settle()
 
-    def _active(self, supervisor: Supervision, pause: int) -> list[str]:
+    def _active(self, supervisor: Supervision, pause: int) -> list[int]:
         lines = self._crew.roster.lines
-        return [
-            f"{seat.worker} ({STATES[lines[seat.worker].state]})"
-            for seat in supervisor.seats
-            if not seat.ended and lines[seat.worker].paused != pause
-        ]
+        return [seat.worker for seat in supervisor.seats if not seat.ended and lines[seat.worker].paused != pause]
+
+    def _described(self, workers: Iterable[int]) -> str:
+        """Who they are, and what they do."""
+        words = []
+        for worker in workers:
+            line = self._crew.roster.lines[worker]
+            call = self._crew.watch.describe(worker, line)
+            doing = f", process {line.process[0]}, {call}" if call else ""
+            words.append(f"worker {worker} ({STATES[line.state]}){doing}")
+        return "; ".join(words) or "no worker"
 
     def resume(self) -> None:
         """Go on after ``pause()``, also after one that timed out."""
@@ -213,6 +236,15 @@ class TeamCollector:
         written = sum(worker["frames"] for worker in counted["workers"]) if self.replay is not None else 0
         quarantine = list(crew.supervisor.quarantine) if crew.supervisor is not None else []
         return {**counted, "written_frames": written, "quarantine": quarantine}
+
+    def explain(self) -> str:
+        """In one line: how far the collection is, and what each worker does, since when."""
+        if self._final is not None:
+            return f"closed, with {self._final['collected_frames']} frames collected"
+        budget, crew = self.budget, self._crew
+        total = "" if budget.total < 0 else f" of {budget.total}"
+        told = "not started" if crew.supervisor is None else self._described(range(len(crew.lines)))
+        return f"{budget.collected}{total} frames collected, {budget.reserved} reserved; {told}"
 
     # ------------------------------------------------------------------ saving and ending
     def state_dict(self) -> dict[str, Any]:
@@ -270,16 +302,24 @@ class TeamCollector:
 
 
 def _ask(supervisor: Supervision) -> dict[int, dict[str, Any]]:
-    """The states of all workers, which are paused."""
-    asked = [seat.worker for seat in supervisor.seats if supervisor.ask(seat.worker)]
+    """The states of all workers, which are paused; not of those that die over it, or do not answer."""
+    asked = {seat.worker: len(seat.deaths) for seat in supervisor.seats if supervisor.ask(seat.worker)}
     states: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + _ANSWER_S
-    while len(states) < len(asked):
+    while missing := [
+        worker
+        for worker, deaths in asked.items()
+        if worker not in states
+        and not supervisor.seats[worker].ended
+        and len(supervisor.seats[worker].deaths) == deaths
+    ]:
         raise_failure(supervisor)
         with contextlib.suppress(queue.Empty):
             worker, state = supervisor.states.get(timeout=0.1)
             states[worker] = state
         if time.monotonic() > end:
-            missing = sorted(set(asked) - set(states))
-            raise DeadlineExceeded(f"workers {missing} did not tell their state within {_ANSWER_S:.0f} s")
+            logger.warning(
+                "workers %s did not tell their state within %g s; what they hold is not saved", missing, _ANSWER_S
+            )
+            break
     return states

@@ -20,7 +20,7 @@ from millpond.collect.collector import check_layout
 from millpond.collect.lane import Lane
 from millpond.collect.mailbox import SLOTS, Mailbox
 from millpond.collect.parcel import Format
-from millpond.collect.rollout import Rollout
+from millpond.collect.rollout import NOTHING, Rollout
 from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
 from millpond.collect.supervision import Failure
 from millpond.core.errors import BufferClosed
@@ -139,6 +139,8 @@ class Worker:
         self.me = self.roster.lines[spec.worker]
         life = self.me.enter()
         self._env, self.rollout = furnish(spec, life=life, total_frames=self.budget.total)
+        self.rollout.doing = self.me.doing
+        self.me.doing(NOTHING)
         self.lane = Lane(
             self.rollout,
             spec.budget,
@@ -165,6 +167,8 @@ class Worker:
                 self._listen()
                 pause = self.roster.pausing
                 if pause:
+                    if self.roster.hurrying and self.spec.duty != "obey":
+                        self.lane.rest()
                     self.me.state, self.me.paused = PAUSED, pause
                     self.connection.poll(_IDLE_SLICE_S)
                 else:
@@ -251,7 +255,7 @@ class Worker:
 
     def _step_made(self) -> bool:
         self.me.touch()
-        return self.roster.stopping
+        return self.roster.hurrying
 
     def _report(self) -> None:
         tally, rows = self.rollout.tally, self.rollout.rows

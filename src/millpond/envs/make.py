@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -102,6 +103,19 @@ def _make(env: Any, num_envs: int, worker: int, kwargs: dict[str, Any]) -> World
             raise InvalidType(f"the factory {env!r} made a {type(first).__name__}, not an environment")
         return _one_by_one([first, *(env() for _ in range(num_envs - 1))])
     raise InvalidType(f"an environment is an id, a vector environment or a factory, not {type(env).__name__}")
+
+
+def env_name(env: Any, *, worker: int = 0) -> str:
+    """How a message calls what ``make`` takes, without making it."""
+    if isinstance(env, list | tuple):
+        env = env[worker % len(env)] if env else env
+    if isinstance(env, functools.partial):
+        named = [part for part in (*env.args, *env.keywords.values()) if isinstance(getattr(part, "id", part), str)]
+        env = getattr(named[0], "id", named[0]) if named else env.func
+    if isinstance(env, str):
+        return repr(env)
+    spec = getattr(env, "spec", None)
+    return repr(spec.id) if spec is not None else getattr(env, "__qualname__", type(env).__name__)
 
 
 def _registered(env_id: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def _leaves(space: spaces.Space[Any], key: Key, what: str) -> list[Leaf]:
 
 
 class Limits(NamedTuple):
-    """The lowest and the highest number that a leaf may hold, both included; ``choice``: these are names, no amounts."""
+    """The lowest and the highest number that a leaf may hold; both are included. A ``choice`` is no amount."""
 
     low: Any
     high: Any
@@ -81,6 +81,23 @@ def limits(space: Any, leaf: Leaf) -> Limits:
     if isinstance(space, spaces.MultiBinary):
         return Limits(0, 1, choice=True)
     return Limits(space.low, space.high, choice=False)
+
+
+def space_state(space: Any) -> list[Any]:
+    """The states of the generators that ``space`` draws from, its own and those of its parts."""
+    return [part.np_random.bit_generator.state for part in _parts(space)]
+
+
+def load_space_state(space: Any, state: Sequence[Any]) -> None:
+    """Draw what would have been drawn next when ``space_state`` was called."""
+    for part, saved in zip(_parts(space), state, strict=True):
+        part.np_random.bit_generator.state = saved
+
+
+def _parts(space: Any) -> list[Any]:
+    inner = getattr(space, "spaces", ())
+    inner = inner.values() if isinstance(inner, Mapping) else inner
+    return [space, *(deep for part in inner for deep in _parts(part))]
 
 
 def nested(values: Mapping[Key, Any]) -> Any:

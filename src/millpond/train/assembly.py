@@ -148,6 +148,7 @@ class Parts:
                     num_workers=settings.collectors,
                     weights=self.board,
                     max_restarts=settings.collect.max_restarts,
+                    stall_timeout=settings.collect.stall_timeout,
                     **arguments,
                 )
             if state is not None:

@@ -37,7 +37,7 @@ METRIC_COLUMNS = (
     "collect/episode_return",
     "collect/episode_length",
     "collect/restarts",
-    "collect/quarantined",
+    "collect/quarantined_rows",
     "replay/size",
     "replay/write_count",
     "replay/samples_returned",

@@ -117,7 +117,7 @@ class Reporter:
 
 def _collect_row(stats: Mapping[str, Any]) -> dict[str, float]:
     row = {"collect/frames": float(stats["collected_frames"])}
-    for name in ("episodes", "episode_return", "episode_length", "quarantined"):
+    for name in ("episodes", "episode_return", "episode_length", "quarantined_rows"):
         if stats.get(name) is not None:
             row[f"collect/{name}"] = float(stats[name])
     return row

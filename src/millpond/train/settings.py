@@ -45,6 +45,7 @@ class CollectSettings:
     frames_per_batch: int | None
     random_frames: int
     max_restarts: int
+    stall_timeout: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +239,7 @@ _LEAST: dict[str, int] = {
     "collect.frames_per_batch": 1,
     "collect.random_frames": 0,
     "collect.max_restarts": 0,
+    "collect.stall_timeout": 1,
     "learner.threads": 1,
     "learner.publish_interval": 1,
     "eval.interval_frames": 0,

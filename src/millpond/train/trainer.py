@@ -27,7 +27,7 @@ from millpond.train.supervise import StopSignal
 
 logger = logging.getLogger("millpond.train")
 _SLICE_S = 0.25  # how long a wait for a batch lasts before the rest of the run is looked at
-_PAUSE_S = 20.0  # a worker pauses when its batch is done
+_HUNG_S = 5.0  # when a run ends nobody waits longer for a step of an environment
 _NEWEST = 1024  # items that the last checks look at
 
 
@@ -99,7 +99,7 @@ class Trainer:
             self._evaluate(film=False)
         (self._take_turns if parts.settings.synchronous else self._side_by_side)()
         if not parts.settings.synchronous:
-            parts.collector.pause(timeout=_PAUSE_S)  # for good: what is counted from here on stays so
+            parts.collector.pause(kill_after=_HUNG_S)  # for good: what is counted from here on stays so
         parts.publish()
         if self.complete:
             reporter.tick(phase="evaluate")
@@ -184,7 +184,12 @@ class Trainer:
             parts.collect(collector)
             parts.publish()
         else:
-            parts.collector.pause(timeout=_PAUSE_S)
+            try:
+                parts.collector.pause(cancel_event=self._stop.event)
+            except (
+                Cancelled
+            ):  # a stop was requested while an environment took its time; the checkpoint comes at the end
+                return
             self._save()
             parts.collector.resume()
 

@@ -360,6 +360,45 @@ def test_a_sequence_is_cut_at_a_gap() -> None:
         assert collector.stats()["quarantined_rows"] > 5
 
 
+class SickOnce(Diary):
+    """Rewards of 1, but NaN in every third episode."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *others = super().step(action)
+        return observation, np.nan if self.episode % 3 == 1 and self.at == 1 else 1.0, *others
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_episode_with_a_gap_stays_out_of_the_means_and_no_frame_is_missing(mode: str) -> None:
+    """Returns equal lengths in all other episodes. What was quarantined is collected anew."""
+    env = gymnasium.vector.SyncVectorEnv([lambda: SickOnce(0, longest=6)] * 2, autoreset_mode=mode)
+    rb = ReplayBuffer(1000)
+    with Collector(env, Waver(), frames_per_batch=20, total_frames=400, replay=rb, seed=3) as collector:
+        for _ in collector:
+            stats = collector.stats()
+            assert stats["episode_return"] == stats["episode_length"] or stats["episode_return"] is None
+        stats = collector.stats()
+    assert stats["quarantined_rows"] > 20
+    assert np.isfinite(stats["episode_return"])
+    assert stats["collected_frames"] == stats["written_frames"] == rb.write_count == 400
+    assert (rb[:]["next", "reward"] == 1).all()
+    rb.close()
+
+
+def test_numbers_too_large_for_the_stored_type_are_quarantined_too() -> None:
+    class Loud(Diary):
+        def step(self, action: Any) -> Any:
+            observation, _, *others = super().step(action)
+            return observation, 1e300 if self.at == 2 else 1.0, *others
+
+    with Collector(lambda: Loud(longest=6), frames_per_batch=100, seed=0) as collector, np.errstate(over="ignore"):
+        batch = next(collector)
+        assert collector.stats()["quarantined_rows"] > 3
+        assert collector.stats()["episode_return"] == 1.0  # only episodes of one step have no such number
+    assert batch is not None
+    assert batch["next", "reward"].isfinite().all()
+
+
 class Hopeless(Diary):
     def step(self, action: Any) -> Any:
         observation, *_ = super().step(action)
@@ -506,6 +545,50 @@ def test_environments_that_can_be_saved_go_on_bit_for_bit(mode: str, layout: Any
     flat = got.reshape(-1)
     steps = list(zip(flat["episode_id"].flatten().tolist(), flat["step"].flatten().tolist(), strict=True))
     assert all(step == 0 or (episode, step - 1) in steps for episode, step in steps)
+
+
+class Noisy(Torque):
+    """The same with noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def reseed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    def forward(self, data: Any) -> Any:
+        action = super().forward(data)["action"]
+        return data.set("action", action + torch.randn(action.shape, generator=self.generator))
+
+
+@pytest.mark.parametrize("random_frames", [0, 65])
+def test_saving_changes_nothing_and_what_was_saved_draws_what_would_have_come(random_frames: int) -> None:
+    """Noise, random actions, seeds of episodes and their ids, and the counters."""
+    options: Any = {"frames_per_batch": 10, "num_envs": 3, "seed": 1, "random_frames": random_frames}
+    with Collector(pendulums("NextStep"), Noisy(), **options) as whole:
+        expected: Any = torch.cat([next(whole) for _ in range(12)])  # type: ignore[misc]
+        counted = whole.stats()
+    with Collector(pendulums("NextStep"), Noisy(), **options) as looked_at:
+        parts: list[Any] = []
+        for _ in range(12):
+            looked_at.state_dict()
+            parts.append(next(looked_at))
+            assert looked_at.state_dict().keys() == looked_at.state_dict().keys()
+    saved: list[Any] = []
+    state: Any = None
+    for _ in range(4):
+        with Collector(pendulums("NextStep"), Noisy(), **options) as part:
+            if state is not None:
+                part.load_state_dict(state)
+            saved += [next(part) for _ in range(3)]
+            state = part.state_dict()
+            final = part.stats()
+    for name, got in (("saved", torch.cat(parts)), ("restored", torch.cat(saved))):
+        for key in expected.keys(include_nested=True, leaves_only=True):
+            assert torch.equal(got[key], expected[key]), (name, key)
+    for name in ("episodes", "episode_return", "episode_length", "reset_rows", "collected_frames"):
+        assert final[name] == counted[name], name
 
 
 def test_a_saved_world_that_cannot_be_put_back_ends_its_episodes() -> None:

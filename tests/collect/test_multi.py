@@ -618,6 +618,39 @@ def test_quarantined_transitions_are_told_to_the_collector(caplog: pytest.LogCap
     assert "worker 0: next/observation is not finite in environment 0, step 0" in caplog.text
 
 
+def test_nothing_is_told_of_a_process_that_is_gone(tmp_path: Path) -> None:
+    """While a worker is started anew it has no process, no age, no version; its counts go on."""
+    gate = tmp_path / "gate"
+
+    class Waits(Diary):
+        def __init__(self) -> None:
+            super().__init__()
+            while gate.exists():
+                time.sleep(0.01)
+
+    with Shared() as rb, MultiCollector(Waits, num_workers=1, frames_per_batch=5, replay=rb) as collector:
+        collector.start()
+        until(lambda: collector.stats()["workers"][0]["frames"] > 20, collector)
+        gate.touch()
+        (first,) = pids(collector)
+        os.kill(first, signal.SIGKILL)
+        seen = set()
+
+        def new_process() -> bool:
+            (worker,) = collector.stats()["workers"]
+            seen.add(worker["pid"])
+            if worker["pid"] is None:
+                assert worker["state"] in ("dead", "starting")
+                assert [worker[name] for name in ("last_step_age_s", "doing", "policy_version")] == [None] * 3
+                assert worker["frames"] > 20
+            return worker["pid"] not in (first, None)
+
+        until(new_process, collector)
+        assert collector.stats()["workers"][0]["restarts"] == 1
+        gate.unlink()
+    assert [worker["pid"] for worker in collector.stats()["workers"]] == [None]  # and none when all is closed
+
+
 # ------------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
     ("options", "error", "text"),

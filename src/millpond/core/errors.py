@@ -7,6 +7,7 @@ MillpondError
 │   ├── SchemaMismatch                data that does not fit the bound schema, with the field named
 │   ├── Unsatisfiable                 no wait could help: fix the sizes or the limits
 │   ├── NonFinite                     NaN or infinity where the caller asked that they be refused
+│   ├── MissingExtra (ImportError)    a package is not installed; the message names the extra that brings it
 │   └── CheckpointError               a file that is damaged, of another version or of another schema
 ├── NotReady (RuntimeError)           the buffer cannot answer now; the message says what is missing
 │   └── BufferFull                    no space, and the admission policy is "raise"
@@ -50,6 +51,10 @@ class Unsatisfiable(InvalidArgument):
 
 class NonFinite(InvalidArgument):
     """NaN or infinity in a buffer with ``check_finite=True``, or in a loss. The message names the field."""
+
+
+class MissingExtra(InvalidArgument, ImportError):
+    """A package is not installed. The message names the extra that brings it."""
 
 
 class CheckpointError(InvalidArgument):

@@ -140,7 +140,8 @@ def _from_id(env_id: str, num_envs: int, kwargs: dict[str, Any]) -> World:
             return gymnasium.make_vec(env_id, num_envs=num_envs)
         return _one_by_one([gymnasium.make(env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)])
     except (gymnasium.error.Error, ImportError) as problem:
-        raise InvalidArgument(f"cannot make the environment {env_id!r}: {problem}") from problem
+        hint = "; pip install 'millpond[train]' brings MuJoCo" if "mujoco" in str(problem).lower() else ""
+        raise InvalidArgument(f"cannot make the environment {env_id!r}: {problem}{hint}") from problem
     except TypeError as problem:
         raise InvalidArgument(f"cannot make the environment {env_id!r} with {kwargs}: {problem}") from problem
 

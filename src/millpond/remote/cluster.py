@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, PeerLost
+from millpond.core.extras import extra
 from millpond.remote.failures import raised
 from millpond.remote.messages import Message
 from millpond.remote.owner import Owner
@@ -27,11 +28,9 @@ _PLACES = ("scheduling_strategy", "resources", "num_cpus", "num_gpus", "memory",
 
 
 def ray() -> Any:
-    """The module, imported when it is first needed. Raises ``InvalidArgument`` where it is not installed."""
-    try:
+    """The module, imported when it is first needed. Raises ``MissingExtra`` where it is not installed."""
+    with extra("ray"):
         import ray as module
-    except ImportError as problem:
-        raise InvalidArgument("this needs Ray: pip install 'millpond[ray]' brings it") from problem
     return module
 
 

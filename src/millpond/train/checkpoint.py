@@ -96,4 +96,4 @@ def spec_from_json(values: dict[str, Any]) -> EnvSpec:
 
 def _of_json(values: dict[str, Any]) -> dict[str, Any]:
     known = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return known | ({"dtype": getattr(torch, known["dtype"])} if "dtype" in known else {})
+    return known | ({"dtype": getattr(torch, values["dtype"])} if "dtype" in values else {})

@@ -12,16 +12,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from millpond.core.errors import InvalidArgument
+from millpond.core.extras import extra
 from millpond.train.run_state import write_text
 from millpond.train.settings import Settings
+
+with extra("train"):
+    from hydra import compose, initialize_config_module
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
 _GROUPS = ("algorithm", "execution", "logger", "profile")
 # What a resumed run cannot change: its checkpoint would mean something else.

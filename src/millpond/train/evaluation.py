@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from millpond.core.errors import Cancelled, InvalidArgument
+from millpond.core.extras import extra
 from millpond.envs import Stepper, make
 from millpond.train.settings import EnvSettings
 
@@ -161,7 +162,8 @@ def _film(policy: nn.Module, world: Any, path: Path, steps: int, seed: int, canc
 
 
 def _writer(path: Path, fps: float) -> Any:
-    import imageio.v2 as imageio
+    with extra("train"):
+        import imageio.v2 as imageio
 
     return imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=2)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -203,3 +206,95 @@ def test_a_batch_that_is_consumed_holds_an_item_once_however_skewed() -> None:
 def test_arguments_that_mean_nothing_are_refused(arguments: Any) -> None:
     with pytest.raises((InvalidArgument, InvalidType)):
         PrioritizedSampler(**arguments)
+
+
+EXACT = [
+    ([0.1], 0.1),  # not by way of float32
+    ((1 / 3, 1 / 3), 1 / 3),
+    (torch.tensor([2**53 + 1]), float(2**53 + 1)),
+    (np.array([2**64 - 1], np.uint64), float(2**64 - 1)),
+    ([2**70], float(2**70)),
+    ([Fraction(1, 3)], 1 / 3),
+    (torch.tensor([0.1], dtype=torch.float64, requires_grad=True), 0.1),
+    (np.array([[0.1]]), 0.1),
+    (torch.tensor(0.25, dtype=torch.bfloat16), 0.25),
+    ([-0.0], 0.0),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), EXACT)
+def test_a_priority_is_kept_as_float64(rb: ReplayBuffer, given: Any, expected: float) -> None:
+    """From add, extend and update_priority alike."""
+    n = len(given) if isinstance(given, tuple) else 1
+    rb.extend(numbers(n), priority=given)
+    rb.extend(numbers(n))
+    rb.update_priority(torch.arange(n, 2 * n), given)
+    if n == 1:
+        rb.add({"x": torch.tensor(0)}, priority=given)
+    kept = rb.sampler.tree.values[: rb.write_count]  # type: ignore[attr-defined]
+    assert kept.tobytes() == np.full(len(kept), expected).tobytes()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "1",
+        ["1.0"],
+        [None],
+        [1j],
+        [object()],
+        [[1.0], [2.0, 3.0]],
+        np.array(["2026-01-01"], "M8[D]"),
+        np.ma.array([1.0], mask=[True]),
+        torch.ones(1).to_sparse(),
+        torch.ones(1, device="meta"),
+        np.array([np.longdouble("1e400")]),
+        [Decimal("NaN")],
+        [10**400],
+        [1.0, 2.0, 3.0],
+        [],
+    ],
+)
+def test_what_is_no_real_number_is_refused_by_every_call(rb: ReplayBuffer, bad: Any) -> None:
+    rb.extend(numbers(2))
+    before, stats = leaves(rb), rb.stats()
+    calls: list[Callable[[], Any]] = [
+        lambda: rb.update_priority([0, 1], bad),
+        lambda: rb.extend(numbers(2), priority=bad),
+        lambda: rb.add({"x": torch.tensor(0)}, priority=bad),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match="priorit"):
+            call()
+    assert (leaves(rb) == before).all()
+    assert rb.stats() == stats
+
+
+def test_a_priority_for_no_item_is_judged_as_well() -> None:
+    with ReplayBuffer(4) as plain, pytest.raises(InvalidArgument, match="PrioritizedSampler"):
+        plain.extend(numbers(0), priority=1.0)
+    with ReplayBuffer(4, sampler=PrioritizedSampler()) as rb:
+        assert len(rb.extend(numbers(0), priority=1.0)) == 0
+        with pytest.raises(InvalidType):
+            rb.extend(numbers(0), priority="x")
+
+
+def test_settings_with_which_no_item_could_be_written_are_refused() -> None:
+    """Where they are given, not in the middle of the first write."""
+    for settings in ({"alpha": 1.0, "eps": 1e308}, {"alpha": 1e9, "eps": 1e-6}):
+        with pytest.raises(InvalidArgument, match="too large"):
+            ReplayBuffer(4, sampler=PrioritizedSampler(**settings))  # type: ignore[arg-type]
+    with ReplayBuffer(4, sampler=PrioritizedSampler(alpha=1e9, eps=0.0)) as rb:
+        with pytest.raises(InvalidArgument, match="too large"):
+            rb.sampler.eps = 1e-6  # type: ignore[attr-defined]
+        rb.extend(numbers(2))
+        assert leaves(rb)[:2].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("index", ["0", None, [0.0], 0.5, slice(0, 2), [2**64], np.array([0.5]), torch.ones(8) > 0])
+def test_what_names_no_slot_is_refused(rb: ReplayBuffer, index: Any) -> None:
+    rb.extend(numbers(8))
+    before = leaves(rb)
+    with pytest.raises(InvalidType):
+        rb.update_priority(index, 5.0)
+    assert (leaves(rb) == before).all()

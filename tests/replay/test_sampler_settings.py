@@ -11,9 +11,17 @@ import pytest
 import torch
 from shortcuts import forked, install
 
-from millpond import ReplayBuffer
+from millpond import Flow, ReplayBuffer
 from millpond.core.errors import InvalidArgument, InvalidType
-from millpond.replay import LinearSchedule, NStep, PrioritizedSampler
+from millpond.replay import (
+    ConsumingSampler,
+    LinearSchedule,
+    MappedStorage,
+    NStep,
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+    TensorStorage,
+)
 
 GIVEN = [1.0, 2.0, 3.0, 4.0]
 
@@ -267,3 +275,29 @@ def test_settings_of_a_sampler_within_another() -> None:
             other.load_state_dict(saved)
             assert again.alpha == 0.5
             assert agrees(other, 0.5)
+
+
+def fixed() -> list[tuple[Any, str, Any]]:
+    return [
+        (SamplerWithoutReplacement(), "drop_last", True),
+        (ConsumingSampler(2), "n", 3),
+        (TensorStorage(4), "capacity", 5),
+        (MappedStorage(4), "capacity", 5),
+        (TensorStorage(4), "device", "cuda"),
+        (Flow(), "min_size", 3),
+        (LinearSchedule(0, 1, over=2), "over", 3),
+    ]
+
+
+@pytest.mark.parametrize(("thing", "name", "value"), fixed(), ids=lambda case: None)
+def test_what_others_were_derived_from_cannot_be_assigned(thing: Any, name: str, value: Any) -> None:
+    before = getattr(thing, name)
+    with pytest.raises((InvalidArgument, AttributeError)):
+        setattr(thing, name, value)
+    assert getattr(thing, name) == before
+
+
+@pytest.mark.parametrize("name", ["capacity", "batch_size", "flow", "sampler", "schema", "write_count", "shared"])
+def test_attributes_of_a_buffer_cannot_be_assigned(name: str) -> None:
+    with made() as rb, pytest.raises(AttributeError):
+        setattr(rb, name, 3)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from millpond.core.errors import BufferClosed, NotShareable
+from millpond.core.errors import BufferClosed, InvalidArgument, NotShareable
 from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
 from millpond.remote.connecting import Backend, check_schema, choose, reach
@@ -19,6 +19,8 @@ from millpond.remote.owner import Owner, check_transport, this_host
 from millpond.remote.proxy import Proxy
 from millpond.replay.buffer import Handle, ReplayBuffer
 from millpond.replay.drawing import Sampler
+from millpond.replay.engine import find
+from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.waiting import check_timeout
 
 
@@ -208,8 +210,13 @@ class ReplayClient:
 
     @property
     def sampler(self) -> Sampler:
-        """One like the owner's; what it draws from is there."""
+        """The buffer's own on the owner's host, else one like it: what is assigned there is refused."""
+        if isinstance(self._backend, ReplayBuffer):
+            return self._backend.sampler
         sampler: Sampler = self._owner.rules.sampler
+        priorities = find(PrioritizedSampler, sampler)
+        if priorities is not None:
+            priorities.change_locked = _refuse_change
         return sampler
 
     @property
@@ -323,6 +330,13 @@ class ReplayClient:
             except NotShareable:
                 return "no way"
         return self._owner.reached_by(transport) + ","
+
+
+def _refuse_change(_: Any) -> None:
+    raise InvalidArgument(
+        "this sampler is a copy of the one that draws, which is in the owner's process: change it there, or through a "
+        "client on the owner's host that has been used"
+    )
 
 
 def _client(

@@ -244,6 +244,8 @@ def named(index_or_sample: Any) -> tuple[Ints, Ints | None]:
     """
     kind = type(index_or_sample)
     if kind is not TensorDict and not issubclass(kind, TensorDictBase):  # the latter is slow
+        if isinstance(index_or_sample, slice):
+            raise InvalidType(f"slots are integers, not {index_or_sample}: give torch.arange(…), or a sampled batch")
         return _int64("index", _indices(index_or_sample)), None
     index, generation = index_or_sample.get("index", None), index_or_sample.get("generation", None)
     if index is None or generation is None:

@@ -8,6 +8,7 @@ such weight of any live item, which leaves ``(leaf_min / leaf_i)^beta``.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -113,11 +114,7 @@ class PrioritizedSampler:
         def change(state: State | None) -> Values:
             values = self._settings.now()._replace(**given)
             values = values._replace(exponent=values.exponent_at(0 if state is None else drawn(state)))
-            if self._tree is not None and self._too_large(self._tree.max, values):
-                raise InvalidArgument(
-                    f"priority {self._tree.max:g} is in the buffer: with alpha={values.alpha} and eps={values.eps} it "
-                    f"is too large for a tree of {self._capacity} items"
-                )
+            self._refuse_extreme(values)
             return values
 
         if self.change_locked is not None:
@@ -127,6 +124,15 @@ class PrioritizedSampler:
             self._tree = None
             with self._settings.changing(change(None)):
                 pass
+
+    def _refuse_extreme(self, values: Values) -> None:
+        """Raises ``InvalidArgument`` where what is there, or a new item, would have a leaf that the tree refuses."""
+        highest = 1.0 if self._tree is None else max(self._tree.max, 1.0)
+        if self._capacity and self._too_large(highest, values):
+            raise InvalidArgument(
+                f"with alpha={values.alpha} and eps={values.eps} priority {highest:g} is too large for a tree of "
+                f"{self._capacity} items"
+            )
 
     def due(self, state: Sequence[int]) -> bool:
         """Must the leaves get another alpha before the next batch?"""
@@ -152,6 +158,8 @@ class PrioritizedSampler:
     # ------------------------------------------------------------------ what the engine asks
     def memory(self, capacity: int) -> dict[str, int]:
         self._capacity = capacity
+        if self._tree is None:
+            self._refuse_extreme(self._settings.now())
         return {
             "tree": SumTree.nbytes(capacity),
             "priorities": SumTree.values_nbytes(capacity),
@@ -250,9 +258,8 @@ class PrioritizedSampler:
 
     def _too_large(self, priority: float, settings: Values) -> bool:
         """Could its leaf, now or at a later alpha, be one that the tree refuses?"""
-        return (
-            settings.steepest * math.log(max(priority + settings.eps, 1.0)) >= math.log(self.tree.largest_leaf) - 1e-9
-        )
+        most = math.log(SumTree.largest(self._capacity)) - 1e-9
+        return settings.steepest * math.log(max(priority + settings.eps, 1.0)) >= most
 
     def _leaves(self, weighed: Weighed) -> Floats:
         if weighed.version == self._settings.version:
@@ -348,12 +355,21 @@ def real_numbers(priority: Any) -> Floats:
     try:
         if not isinstance(priority, torch.Tensor):
             values = np.asarray(priority)
+            if values.dtype.kind == "O" and all(isinstance(value, numbers.Real) for value in values.flat):
+                values = values.astype(np.float64)  # integers of more than 64 bits, fractions
+            if isinstance(priority, np.ma.MaskedArray) and priority.mask.any():
+                raise InvalidType("some of these priorities are masked; give each item one")
         elif priority.dtype is torch.bfloat16:
             values = priority.float().numpy(force=True)
         else:
             values = priority.numpy(force=True)
+    except InvalidType:
+        raise
+    except OverflowError as problem:
+        raise InvalidArgument(f"a priority is finite, not {priority!r:.60}") from problem
     except (TypeError, ValueError, RuntimeError) as problem:
         raise InvalidType(f"a priority is a number, not {priority!r:.60}") from problem
     if values.dtype.kind not in "fiub":
         raise InvalidType(f"a priority is a number, not {values.dtype}")
-    return values.astype(np.float64).reshape(-1)
+    with np.errstate(over="ignore"):  # of more than 64 bits: infinite is refused by whoever asks
+        return values.astype(np.float64).reshape(-1)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType
+from millpond.core.fixed import Fixed
 from millpond.replay.drawing import Draw, Generator, Items, Randomness, State, distinct
 from millpond.replay.slots import Queue, successive
 from millpond.replay.state import EPOCH, EPOCH_CURSOR, EPOCH_HALF, EPOCH_HEAD, EPOCH_SIZE, HEAD, LIVE, TAKES
@@ -50,7 +51,7 @@ class RandomSampler:
         return "RandomSampler()"
 
 
-class SamplerWithoutReplacement:
+class SamplerWithoutReplacement(Fixed):
     """Each item once in an epoch, in random order.
 
     An epoch holds the items that are live when it begins: what is written meanwhile waits for the next, what is evicted
@@ -59,6 +60,7 @@ class SamplerWithoutReplacement:
     """
 
     replacement = False
+    FIXED = ("drop_last",)
 
     def __init__(self, *, drop_last: bool = False) -> None:
         if not isinstance(drop_last, bool):
@@ -136,7 +138,7 @@ class SamplerWithoutReplacement:
         return f"SamplerWithoutReplacement(drop_last={self.drop_last})"
 
 
-class ConsumingSampler:
+class ConsumingSampler(Fixed):
     """First in, first out: each item is returned ``n`` times, then it is gone and its slot is free.
 
     Of items that were returned equally often the oldest come first, and those returned least come before the others.
@@ -144,6 +146,7 @@ class ConsumingSampler:
     """
 
     replacement = False
+    FIXED = ("n",)
 
     def __init__(self, n: int = 1) -> None:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)):

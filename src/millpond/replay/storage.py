@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType, OutOfMemory
+from millpond.core.fixed import Fixed
 from millpond.core.schema import Schema
 from millpond.shm import mapped
 
@@ -53,11 +54,13 @@ def check_capacity(capacity: Any) -> int:
     return int(capacity)
 
 
-class TensorStorage:
+class TensorStorage(Fixed):
     """Rows in this process's memory, or on ``device``. The memory is taken when the schema binds, at the first write.
 
     Raises ``OutOfMemory``, naming the bytes needed and those free, before anything is allocated.
     """
+
+    FIXED = ("capacity", "device")
 
     def __init__(self, capacity: int, *, device: torch.device | str = "cpu") -> None:
         self.capacity = check_capacity(capacity)

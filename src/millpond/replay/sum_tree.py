@@ -96,10 +96,15 @@ class SumTree:
         self._tree = tree
         self._loaded: _Engine | None = None
         #: Larger leaves are refused: the sum of ``capacity`` of them would be infinite.
-        self.largest_leaf = float(np.finfo(np.float64).max) / (2 * capacity)
+        self.largest_leaf = self.largest(capacity)
         if create:
             tree.fill(0.0)
             self._values.fill(0.0)
+
+    @staticmethod
+    def largest(capacity: int) -> float:
+        """The largest leaf of a tree of so many."""
+        return float(np.finfo(np.float64).max) / (2 * capacity)
 
     @staticmethod
     def nbytes(capacity: int) -> int:

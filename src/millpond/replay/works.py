@@ -132,14 +132,13 @@ class Works:
 
         Raises as `ReplayBuffer.extend` does.
         """
-        n = rows.shape[0]
-        if n == 0:
-            return None
-        weighed = None
+        n, weighed = rows.shape[0], None
         if priority is not None:
             if self.engine.priorities is None:
                 raise InvalidArgument(f"priority= needs a PrioritizedSampler, this buffer has {self.rules.sampler!r}")
             weighed = self.engine.priorities.weigh(priority, n)
+        if n == 0:
+            return None
         if self.rules.check_finite:
             schema = self.known_schema()
             rulebook.refuse_nonfinite({field.key: schema.column(rows, field.key) for field in schema.fields})

@@ -217,7 +217,9 @@ def test_a_buffer_from_before_a_reboot(tmp_path: Path) -> None:
 )
 def test_the_youngest_items_episodes_and_counters(sampler: Any, deliveries: Any, tmp_path: Path) -> None:
     """Live and saved, whichever way the slots are kept."""
-    with ReplayBuffer(12, sampler=sampler(), consume_after_n_samples=deliveries, shared=True, batch_size=4) as rb:
+    with ReplayBuffer(
+        12, sampler=sampler(), consume_after_n_samples=deliveries, shared=True, batch_size=4, num_envs=1
+    ) as rb:
         rb.extend(steps(10))
         rb.sample(4)
         rb.extend(steps(5, 10))

@@ -47,8 +47,8 @@ class Counted:
     def sample(self, n: int, tray: Any = None) -> Any:
         return self._count("sample", self._inner.sample(n, tray))
 
-    def put(self, rows: Any, receipt: Any) -> Any:
-        return self._count("put", self._inner.put(rows, receipt))
+    def put(self, rows: Any, receipt: Any, who: Any = None) -> Any:
+        return self._count("put", self._inner.put(rows, receipt, who))
 
     def set_leaves(self, slots: Any, numbers: Any, leaves: Any) -> Any:
         return self._count("set_leaves", self._inner.set_leaves(slots, numbers, leaves))

@@ -369,7 +369,7 @@ def test_a_look_at_a_pool_names_no_item_twice() -> None:
 def test_samplers_that_do_not_go_together_take_nothing() -> None:
     items = {"x": torch.arange(20), "next": {"reward": torch.ones(20, 1), "done": torch.zeros(20, 1).bool()}}
     plain = ReplayBuffer(20, sampler=ConsumingSampler(1))
-    steps = ReplayBuffer(20, sampler=NStep(2, 0.9))
+    steps = ReplayBuffer(20, sampler=NStep(2, 0.9), num_envs=1)
     for member in (plain, steps):
         member.extend(items)
     both = ReplayBufferEnsemble(plain, steps, batch_size=8, seed=0)

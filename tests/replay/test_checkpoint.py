@@ -52,6 +52,7 @@ def buffer(name: str, consume: int | None = None, prefetch: int = 0, **more: Any
         prefetch=prefetch,
         flow=flow,
         seed=2,
+        num_envs=1,
         **more,
     )
 

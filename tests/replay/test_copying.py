@@ -22,7 +22,7 @@ def items(n: int) -> dict[str, Any]:
 
 
 def source(**how: Any) -> ReplayBuffer:
-    rb = ReplayBuffer(100, batch_size=8, seed=0, **how)
+    rb = ReplayBuffer(100, batch_size=8, seed=0, num_envs=1, **how)
     rb.extend(items(20))
     return rb
 
@@ -87,7 +87,7 @@ def test_what_a_batch_was_computed_to_be_is_kept_or_refused() -> None:
 def test_relabelled_items_are_items() -> None:
     goals = {"desired_goal": torch.ones(20, 1), "achieved_goal": torch.zeros(20, 1)}
     hindsight = HindsightSampler(lambda achieved, desired: (achieved == desired).float())
-    with ReplayBuffer(100, batch_size=8, sampler=hindsight) as rb, ReplayBuffer(100) as other:
+    with ReplayBuffer(100, batch_size=8, sampler=hindsight, num_envs=1) as rb, ReplayBuffer(100) as other:
         rb.extend({**items(20), "observation": goals} | {"next": {**items(20)["next"], "observation": goals}})
         sampled = rb.sample()
         assert "relabelled" in sampled.keys()  # noqa: SIM118

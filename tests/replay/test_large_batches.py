@@ -31,8 +31,8 @@ KINDS: dict[str, Make] = {
         CAPACITY, seed=0, sampler=PrioritizedSampler(), consume_after_n_samples=2, shared=True
     ),
     "epochs": lambda: ReplayBuffer(CAPACITY, seed=0, sampler=SamplerWithoutReplacement()),
-    "n-step": lambda: ReplayBuffer(CAPACITY, seed=0, sampler=NStep(3, 0.5)),
-    "slices": lambda: ReplayBuffer(CAPACITY, seed=0, sampler=SliceSampler(slice_len=2)),
+    "n-step": lambda: ReplayBuffer(CAPACITY, seed=0, sampler=NStep(3, 0.5), num_envs=1),
+    "slices": lambda: ReplayBuffer(CAPACITY, seed=0, sampler=SliceSampler(slice_len=2), num_envs=1),
 }
 ALIKE = (RandomSampler, NStep, SliceSampler)  # what they draw follows from the items and the seed alone
 COUNTS = ("size", "storage_size", "write_count", "overwritten", "consumed", "discarded_writes", "stale_updates")

@@ -265,13 +265,13 @@ def test_settings_of_a_sampler_within_another() -> None:
         "next": {"reward": torch.zeros(4, 1), "done": torch.ones(4, 1, dtype=torch.bool)},
     }
     base = PrioritizedSampler(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, over=2**40))
-    with ReplayBuffer(4, sampler=around(2, 0.9, base=base), seed=0) as rb:
+    with ReplayBuffer(4, sampler=around(2, 0.9, base=base), num_envs=1, seed=0) as rb:
         rb.extend(rows, priority=GIVEN)
         base.alpha = 0.5
         assert agrees(rb, 0.5)
         saved = rb.state_dict()
         again = PrioritizedSampler(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, over=2**40))
-        with ReplayBuffer(4, sampler=around(2, 0.9, base=again)) as other:
+        with ReplayBuffer(4, sampler=around(2, 0.9, base=again), num_envs=1) as other:
             other.load_state_dict(saved)
             assert again.alpha == 0.5
             assert agrees(other, 0.5)

@@ -126,7 +126,7 @@ def check(model: Model, length: int, seed: int) -> None:
     }
     assert stubs == len(live) - len({item for window in whole for item in window})  # ring-4
 
-    later, later_numbers = index.future(slots, numbers, model.alive, Recorded(seed))
+    later, later_numbers = index.later(slots, numbers, model.alive, Recorded(seed))
     by_number = {item.number: item for item in live}
     for item, slot, number in zip(live, later.tolist(), later_numbers.tolist(), strict=True):
         goal = by_number[number]
@@ -264,7 +264,7 @@ def test_goals_of_long_episodes_in_a_small_ring() -> None:
         model.look()
         check(model, 4, 0)
     slots, numbers = columns([model.live[5]] * 20_000)
-    _, later = model.index.future(slots, numbers, model.alive, Recorded(7))
+    _, later = model.index.later(slots, numbers, model.alive, Recorded(7))
     counts = Counter(later.tolist())
     assert sorted(counts) == [item.number for item in model.live[5:]]
     expected = 20_000 / 10
@@ -277,7 +277,7 @@ def test_goals_are_uniform_over_what_is_left_of_an_episode() -> None:
     model.look()
     model.consumed |= set(range(300)) - {4, 10, 200, 299}
     slots, numbers = columns([model.written[4]] * 8000)
-    _, later = model.index.future(slots, numbers, model.alive, Recorded(3))
+    _, later = model.index.later(slots, numbers, model.alive, Recorded(3))
     counts = Counter(later.tolist())
     assert sorted(counts) == [4, 10, 200, 299]
     assert sum((n - 2000) ** 2 / 2000 for n in counts.values()) < 16.3  # p = 0.001, 3 degrees of freedom
@@ -292,7 +292,7 @@ def test_an_item_that_is_gone_has_no_window_and_is_its_own_goal() -> None:
     assert lengths.tolist() == [0, 0, 0]
     assert window.T.tolist() == [gone[0].tolist()] * 3
     assert members.T.tolist() == [gone[1].tolist()] * 3
-    later, its_numbers = model.index.future(*gone, model.alive, Recorded(0))
+    later, its_numbers = model.index.later(*gone, model.alive, Recorded(0))
     assert (later.tolist(), its_numbers.tolist()) == (gone[0].tolist(), gone[1].tolist())
 
 
@@ -354,7 +354,7 @@ def test_what_was_written_since_the_last_look_is_not_known_yet() -> None:
     lengths = model.index.follow(*columns(model.live), 4, model.alive)[2]
     assert lengths.tolist() == [2, 1, 0, 0]
     new = columns(model.live[2:])
-    later, its_numbers = model.index.future(*new, model.alive, Recorded(0))
+    later, its_numbers = model.index.later(*new, model.alive, Recorded(0))
     assert (later.tolist(), its_numbers.tolist()) == (new[0].tolist(), new[1].tolist())
 
 
@@ -387,7 +387,7 @@ def test_hundreds_of_laps_stay_exact_and_bounded() -> None:
         index.append(np.array([k]), np.array([k % capacity]), np.array([k]), np.array([0]), np.array([False]))
     for grown in (model.index, index):
         assert len(grown._places._table) <= 16 * capacity
-        assert len(grown._last_step) <= 1024 + 2 * capacity
+        assert len(grown._spans) <= 1024 + 2 * capacity
 
 
 def test_ids_may_be_any_integers() -> None:
@@ -406,7 +406,7 @@ def test_nothing_written_is_nothing_known() -> None:
     assert model.index.episodes(model.alive) == EpisodeStats(0, 0, 0, 0, 0.0)
     empty = np.empty(0, np.int64)
     assert model.index.follow(empty, empty, 3, model.alive)[0].shape == (0, 3)
-    assert len(model.index.future(empty, empty, model.alive, Recorded(0))[0]) == 0
+    assert len(model.index.later(empty, empty, model.alive, Recorded(0))[0]) == 0
 
 
 def test_callers_arrays_are_left_alone() -> None:
@@ -416,6 +416,6 @@ def test_callers_arrays_are_left_alone() -> None:
     before = [a.copy() for a in arguments]
     index.append(*arguments)
     index.follow(numbers, numbers, 3, lambda s, n: np.ones(len(s), np.bool_))
-    index.future(numbers, numbers, lambda s, n: np.ones(len(s), np.bool_), Recorded(0))
+    index.later(numbers, numbers, lambda s, n: np.ones(len(s), np.bool_), Recorded(0))
     for a, b in zip(arguments, before, strict=True):
         np.testing.assert_array_equal(a, b)

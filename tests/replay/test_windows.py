@@ -205,7 +205,7 @@ def test_slices_that_are_consumed_share_no_item() -> None:
 
 def test_without_episode_ids_the_order_of_writing_is_the_episode() -> None:
     done = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0, 1], dtype=torch.bool)[:, None]
-    rb = ReplayBuffer(10, sampler=SliceSampler(slice_len=4), seed=0)
+    rb = ReplayBuffer(10, sampler=SliceSampler(slice_len=4), seed=0, num_envs=1)
     for a, b in ((0, 3), (3, 7), (7, 10)):
         rb.extend({"x": torch.arange(a, b), "next": {"done": done[a:b]}})
     starts = set(rb.sample(400)["x"].view(100, 4)[:, 0].tolist())
@@ -310,17 +310,17 @@ def test_items_without_what_a_sampler_needs_are_refused_before_anything_is_writt
         with pytest.raises(SchemaMismatch, match="next/"):
             rb.extend({"observation": torch.zeros(3, 1)})
         assert rb.schema is None
-    rb = ReplayBuffer(10, sampler=SliceSampler(slice_len=4))
+    rb = ReplayBuffer(10, sampler=SliceSampler(slice_len=4), num_envs=1)
     rb.extend({"x": torch.zeros(8), "next": {"done": torch.zeros(8, 1, dtype=torch.bool)}})
     with pytest.raises(InvalidArgument, match="cannot be cut"):
         rb.sample(6)
 
 
 def test_an_episode_that_never_ends_keeps_memory_bounded() -> None:
-    rb = ReplayBuffer(16, sampler=SliceSampler(slice_len=4), seed=0)
+    rb = ReplayBuffer(16, sampler=SliceSampler(slice_len=4), seed=0, num_envs=1)
     item = {"x": torch.zeros(8), "next": {"done": torch.zeros(8, 1, dtype=torch.bool)}}
     for _ in range(600):
         rb.extend(item)
         assert np.all(np.diff(rb.sample(8)["generation"].view(2, 4).numpy(), axis=1) == 1)
-    index = rb.sampler._episodes._index  # type: ignore[attr-defined]
-    assert len(index._places._table) + len(index._last_step) < 4096
+    index = rb.sampler.episodes._index  # type: ignore[attr-defined]
+    assert len(index._places._table) + len(index._spans) < 4096

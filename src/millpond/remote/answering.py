@@ -148,6 +148,7 @@ class Answers:
             priority=asked.tensors.get("priority"),
             receipt=None if receipt is None else (receipt[0], receipt[1]),
             exempt=fields["exempt"],
+            who=fields.get("who"),
         )
         if slots is None:
             return Message("done", tensors={"slots": NO_SLOTS})

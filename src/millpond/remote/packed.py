@@ -33,14 +33,21 @@ class Packed:
         self._twin: ReplayBuffer | None = None
 
     def put(
-        self, rows: torch.Tensor, fingerprint: str, *, priority: Any, receipt: tuple[int, int] | None, exempt: bool
+        self,
+        rows: torch.Tensor,
+        fingerprint: str,
+        *,
+        priority: Any,
+        receipt: tuple[int, int] | None,
+        exempt: bool,
+        who: int | None = None,
     ) -> Ints | None:
-        """Write rows, or raise as ``extend(timeout=0)`` does. None: dropped."""
+        """Write rows that ``who`` sent, or raise as ``extend(timeout=0)`` does. None: dropped."""
         schema = self.buffer.schema
         whole = rows.dtype is torch.uint8 and rows.is_contiguous()
         if not whole or schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
             raise SchemaMismatch(f"rows of schema {fingerprint}, {described(rows)}; bound is {schema!r}")
-        return self.chosen(exempt)._works.put(rows, priority, 0, None, receipt)
+        return self.chosen(exempt)._works.put(rows, priority, 0, None, receipt, who)
 
     def take(self, n: int, *, wait: bool, exempt: bool) -> Taken:
         """Draw n items, or raise as ``sample(wait=wait, timeout=0)`` does."""

@@ -20,6 +20,7 @@ from millpond.replay import checkpoint, container
 from millpond.replay import rules as rulebook
 from millpond.replay.desk import Desk
 from millpond.replay.editing import index_of, named
+from millpond.replay.order import this_thread
 from millpond.replay.prioritized import real_numbers
 from millpond.replay.samplers import SamplerWithoutReplacement
 
@@ -88,6 +89,7 @@ class Proxy:
             "schema": self._schema.fingerprint,
             "wait": patience.timeout > 0,
             "exempt": self._exempt > 0,
+            "who": this_thread(),
             "receipt": None if receipt is None else [operator.index(part) for part in receipt],
         }
         answer = self._session.call("extend", fields, tensors, patience)

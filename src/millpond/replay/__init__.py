@@ -9,8 +9,9 @@ from millpond.replay.drawing import Draw, Items, Randomness, Sampler
 from millpond.replay.ensemble import ReplayBufferEnsemble
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.slices import SliceSampler
 from millpond.replay.storage import LazyMemmapStorage, LazyTensorStorage, MappedStorage, Storage, TensorStorage
-from millpond.replay.windows import HindsightSampler, NStep, SliceSampler
+from millpond.replay.windows import HindsightSampler, NStep
 
 __all__ = [
     "BlockingReplayBuffer",

@@ -64,6 +64,10 @@ class ReplayBuffer:
         device: where sampled batches go, as one copy.
         contiguous: give each field of a batch its own memory instead of a view of the packed batch.
         check_finite: refuse NaN and infinities in floating-point fields.
+        num_envs: for items without ``episode_id``: each write holds one row of each of so many environments, always in
+            the same order, or several such steps one after the other. Samplers that look along episodes need this
+            where ``extend`` writes several rows and the items have no ids. One by one, with ``add``, and without
+            ``num_envs``, the items of each writer are one stream.
         seed: of this process's draws: a number, or a generator to draw from. None: a random one.
         shared: lie in shared memory, for other processes, from the start.
 
@@ -86,6 +90,7 @@ class ReplayBuffer:
         device: torch.device | str | None = None,
         contiguous: bool = False,
         check_finite: bool = False,
+        num_envs: int | None = None,
         seed: int | torch.Generator | None = None,
         shared: bool = False,
     ) -> None:
@@ -105,6 +110,7 @@ class ReplayBuffer:
             device=None if device is None else str(device),
             contiguous=contiguous,
             check_finite=check_finite,
+            num_envs=num_envs,
         ).checked()
         if schema is not None and not isinstance(schema, Schema):
             raise InvalidType(f"schema is a Schema, not {type(schema).__name__}")
@@ -143,7 +149,8 @@ class ReplayBuffer:
                 objects, empty groups, other fields than the bound ones, other types (NumPy's float64 goes where float32
                 is bound, and Python's numbers where they fit) and other shapes, fields that only some of a stack have.
                 Of a sampled batch, what tells how it was drawn is left out, where the schema has no such field:
-                ``index``, ``generation``, ``priority_weight``, ``buffer_id``, ``relabelled``.
+                ``index``, ``generation``, ``priority_weight``, ``buffer_id``, ``relabelled``, and a ``mask``
+                without padding. ``steps_to_next_obs`` stays: it belongs to the reward.
             priority: one for each item, or one for all; needs a prioritized sampler.
             timeout: seconds to wait for space or for the ratio; 0 tries once. None waits without end.
             cancel_event: anything with ``is_set()``; once set, the call raises ``Cancelled``.
@@ -160,7 +167,8 @@ class ReplayBuffer:
         works = self._works
         schema = works.schema or works.known()
         if schema is None:
-            schema = works.bind(Schema.from_example(rulebook.without_draw(items, None, dims=1)))
+            leaves = rulebook.without_draw(items, None, dims=1)
+            schema = works.bind(Schema.from_example(leaves), rulebook.rows_in(leaves))
         try:
             tensors = schema.check(items)
         except SchemaMismatch as problem:
@@ -178,7 +186,7 @@ class ReplayBuffer:
         if schema is None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-            schema = works.known() or works.bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)))
+            schema = works.known() or works.bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)), 1)
         staging = works.desk.take(schema, 1)
         try:
             schema.fill_item(staging, item)

@@ -47,6 +47,7 @@ def frozen(works: Works) -> Iterator[dict[str, Any]]:
             "schema": None if schema is None else schema.to_json(),
             "sampler": json.dumps(spell(engine.sampler)),
             "deliveries": engine.deliveries or 0,
+            "num_envs": engine.num_envs or 0,
             "state": dict(zip(words.NAMES, state, strict=False)),
             "slots": Column(
                 torch.int64, (live,), lambda at, n: _slots(engine, state, at // 8, n // 8).view(torch.uint8)
@@ -136,6 +137,8 @@ def _put(works: Works, sound: Sound, *, rows: bool) -> None:
             words_of = {name: held.whole() for name, held in sound.arrays.items() if name == "priority_settings"}
             engine.priorities.restore(words_of, sound.priorities, state, sound.slots.whole().numpy())
         state[words.PRESSURE] = pressure(engine.flow, engine.counts(state), 0) if engine.marked else 0
+        if engine.order is not None:
+            engine.order.loaded()
         engine.control.settle(state)
         engine.commit(state, *engine.control.events)
     finally:
@@ -221,6 +224,8 @@ def moved_to_shared(old: Works) -> Works:
             queue.queue = engine.slots
         raise
     new.engine.unlimited = engine.unlimited
+    if engine.order is not None and new.engine.order is not None:
+        new.engine.order.loaded(continued=engine.order.last_writer)
     engine.let_go(storage=engine.storage is not storage)  # else the buffer would take twice its memory
     return new
 

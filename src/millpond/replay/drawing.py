@@ -104,6 +104,26 @@ def distinct(n: int, bound: int, random: Randomness) -> Ints:
     return np.fromiter(chosen, np.int64, n)
 
 
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Successive steps that count as one: slots and numbers ``[n, steps]``, of which the first ``lengths`` count."""
+
+    slots: Ints
+    numbers: Ints
+    lengths: Ints
+    gamma: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Other goals for the items where ``mask`` (bool ``[n]``) is set: one for each of these, the ones achieved by the
+    items in ``slots``. ``sampler`` knows the keys and the reward."""
+
+    mask: Bools
+    slots: Ints
+    sampler: Any
+
+
 @dataclass(slots=True)
 class Draw:
     """The items of one batch, in the order in which they are returned.
@@ -112,6 +132,8 @@ class Draw:
     fields that are added to the batch or stand in place of stored ones. ``watch`` are slots and numbers of further
     items that the batch was computed from: it is drawn again if one of them left meanwhile. ``apply`` changes the
     state when the batch is delivered, under the lock: it returns False where the draw does not fit the state any more.
+    ``windows`` and ``goals`` say how the items differ from the stored ones (see `returns`); ``group`` successive items
+    of the batch belong together, as slices do.
     """
 
     slots: Ints
@@ -119,6 +141,9 @@ class Draw:
     extra: dict[Key, torch.Tensor] = field(default_factory=dict)
     watch: tuple[Ints, Ints] | None = None
     apply: Callable[[State], bool] | None = None
+    windows: Windows | None = None
+    goals: Goals | None = None
+    group: int = 1
 
 
 class Items(Protocol):
@@ -154,7 +179,9 @@ class Sampler(Protocol):
     agree on lies in the shared words and arrays that ``bind`` is given.
     """
 
-    replacement: bool  # False: a batch of n needs n live items
+    @property
+    def replacement(self) -> bool:
+        """False: a batch of n needs n live items."""
 
     def bind(self, arrays: Any) -> None:
         """Called once in each process, when the buffer's memory is there. ``arrays(name)`` is what `memory` asked

@@ -202,6 +202,8 @@ class Editor:
                     engine.commit(now)
                     journal.apply(rows)
                     now[REWRITES] += 1
+                    if engine.order is not None:
+                        engine.order.edited(fields)
                     engine.control.settle(now)
                 engine.commit(now)
                 return int(alive.sum())

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
+from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.flow.limiter import Block, Counts, Flow, insert_block, sample_block, unsatisfiable
 from millpond.replay.annealing import Values
 from millpond.replay.drawing import Generator, Sampler, State
 from millpond.replay.memory import Memory
+from millpond.replay.order import NAME, Order
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rows import Rows
 from millpond.replay.rules import KNOWN, layers
@@ -68,9 +70,12 @@ class Engine:
         deliveries: int | None,
         generator: torch.Generator,
         make_memory: MakeMemory,
+        num_envs: int | None = None,
     ) -> None:
         self.capacity = storage.capacity
         self.storage, self.sampler, self.flow, self.deliveries = storage, sampler, flow, deliveries
+        self.num_envs = num_envs
+        self.order: Order | None = None  # where it matters how rows follow one another; known with the schema
         self.unlimited = 0
         self.free_flow = replace(flow, samples_per_insert=None, max_debt=None)
         self.random = Generator(generator)
@@ -91,6 +96,7 @@ class Engine:
             raise
         self.distinct = deliveries is not None
         self._exact = self.distinct or not sampler.replacement  # a batch of n needs n live items
+        self.refuses: Callable[[int], str | None] | None = getattr(sampler, "refuse", None)
         self._tickets: dict[Event, int] = {}
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
@@ -145,6 +151,7 @@ class Engine:
     def bind(self, schema: Schema) -> None:
         """The rows are there: the first write may come."""
         self.rows = Rows(self.storage, schema)
+        self.order = self.order_of(schema)
         self.shortcut = shortcut_for(self)
         try:
             state = self.load()
@@ -153,6 +160,17 @@ class Engine:
                 self.commit(state)
         finally:
             self.control.mutex.unlock()
+
+    def order_of(self, schema: Schema) -> Order | None:
+        """How the rows of this schema follow one another. Raises ``SchemaMismatch`` where nobody could tell."""
+        ordered = next((s for s in layers(self.sampler) if hasattr(s, "episode_key")), None)
+        if ordered is None:
+            return None if self.num_envs is None else Order(self.capacity, schema, None, self.num_envs, None)
+        notes = np.frombuffer(self.memory.array(NAME), np.int64)
+        order = Order(self.capacity, schema, ordered, self.num_envs, notes)
+        if isinstance(self.slots, Pool):
+            order.refuse_any_order(schema)
+        return order
 
     def bound(self) -> bool:
         """Did anybody bind the schema?"""
@@ -211,6 +229,10 @@ class Engine:
 
     def sample_block(self, state: State, n: int, *, locked: bool = False) -> Block | None:
         """Why n items cannot be sampled now."""
+        if self.refuses is not None:
+            reason = self.refuses(n)
+            if reason is not None:
+                return Block(reason, "nobody")
         need = n if self._exact else 1
         flow = self.flow if not self.unlimited else self.free_flow
         if state[LIVE] < need or state[WRITES] < flow.min_size or flow.samples_per_insert is not None:
@@ -230,6 +252,10 @@ class Engine:
         Sizes of inserts are judged against ``max_debt`` only: where space is what is missing, a smaller insert may
         still come.
         """
+        if self.refuses is not None and batch:
+            reason = self.refuses(batch)
+            if reason is not None:
+                raise InvalidArgument(reason)
         if self.unlimited or (batch, insert) == self._sizes_checked:
             return
         exact = self._exact

@@ -25,12 +25,12 @@ from millpond.replay.container import Column
 from millpond.replay.drawing import Bools, Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.memory import Memory, read_rules
+from millpond.replay.order import DONE, TERMINATED, TRUNCATED, Episodes
 from millpond.replay.rows import Rows
 from millpond.replay.rules import Rules
 from millpond.replay.samplers import RandomSampler
 from millpond.replay.storage import SeenStorage
 from millpond.replay.summary import counted, figures
-from millpond.replay.windows import DONE, TERMINATED, TRUNCATED, Episodes
 from millpond.shm import identity
 from millpond.shm.directory import PREFIX, Owner, is_temporary, shared_root
 from millpond.shm.onlooker import Onlooker
@@ -181,7 +181,7 @@ class _Look:
     def _episodes(self) -> Report | None:
         if self._engine.rows is None:
             return None
-        return episodes_of(self._engine.view(self._state))
+        return episodes_of(self._engine.view(self._state), self._rules.num_envs)
 
     def _last_rows(self, n: int) -> list[Report]:
         engine, schema = self._engine, self._schema
@@ -258,7 +258,7 @@ def _saved(path: Path, rows: int) -> Report:
                 "counters": {"capacity": saved["capacity"], **counted(state)},
                 "sampler": json.loads(saved["sampler"]),
                 "consume_after_n_samples": saved["deliveries"] or None,
-                "episodes": None if items is None else episodes_of(items),
+                "episodes": None if items is None else episodes_of(items, saved.get("num_envs")),
                 "rows": [] if items is None else items.youngest(rows),
             }
     except (
@@ -284,11 +284,12 @@ def describe_schema(schema: Schema | None) -> Report | None:
     return {"row_nbytes": schema.row_nbytes, "fields": {field.name: field.describe() for field in schema.fields}}
 
 
-def episodes_of(items: Any) -> Report | None:
-    """`EpisodeStats` of `Items`; None where they do not say where an episode ends."""
-    if not any(key in items.schema.by_key for key in (DONE, TERMINATED, TRUNCATED)):
+def episodes_of(items: Any, num_envs: int | None) -> Report | None:
+    """`EpisodeStats` of `Items`; None where they do not say where an episode ends, or are sequences."""
+    ends = [items.schema.by_key[key] for key in (DONE, TERMINATED, TRUNCATED) if key in items.schema.by_key]
+    if not ends or any(field.size != 1 for field in ends):
         return None
-    return Episodes().look(items).episodes(items.alive)._asdict()
+    return Episodes(num_envs=num_envs or 1).look(items).episodes(items.alive)._asdict()
 
 
 def describe_row(schema: Schema, row: torch.Tensor, number: Any, slot: Any) -> Report:

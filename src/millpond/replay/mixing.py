@@ -12,7 +12,7 @@ from millpond.core.errors import InvalidArgument, InvalidType
 from millpond.replay.drawing import Floats, Ints, Randomness, State
 from millpond.replay.engine import Engine
 from millpond.replay.rules import layers
-from millpond.replay.windows import SliceSampler
+from millpond.replay.slices import SliceSampler
 
 
 def shares_of(weights: Any, members: int) -> Floats:

@@ -22,8 +22,9 @@ from millpond.replay.annealing import LinearSchedule
 from millpond.replay.drawing import Sampler
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.slices import SliceSampler
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
-from millpond.replay.windows import HindsightSampler, NStep, SliceSampler
+from millpond.replay.windows import HindsightSampler, NStep
 
 KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -54,6 +55,7 @@ class Rules:
     device: str | None
     contiguous: bool
     check_finite: bool
+    num_envs: int | None = None
     frozen: bytes | None = None  # a user's sampler as it was before it was bound to memory
 
     def checked(self) -> Rules:
@@ -75,6 +77,10 @@ class Rules:
             check_device(self.device)
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise InvalidArgument(f"prefetch is a number of batches, 0 or more, not {self.prefetch!r}")
+        if self.num_envs is not None and check_batch_size(self.num_envs, "num_envs") > self.capacity:
+            raise Unsatisfiable(
+                f"a step of num_envs={self.num_envs} environments never lies whole in {self.capacity} items"
+            )
         deliveries = self._deliveries()
         consuming = deliveries is not None
         kinds = list(layers(self.sampler))
@@ -83,6 +89,7 @@ class Rules:
                 "slices that are consumed leave stubs shorter than a slice, which can never be sampled, so producers "
                 "with admission='block' would wait for ever: store sequences as items, or let old items be overwritten"
             )
+        self._check_slices(kinds, consuming)
         exact = consuming or not self.sampler.replacement
         reason = unsatisfiable(self.flow, self.capacity, exact, self.batch_size or 0, 0, deliveries=deliveries)
         if reason is not None:
@@ -101,6 +108,19 @@ class Rules:
                 frozen = None
         storage = None if type(self.storage) in (TensorStorage, MappedStorage) else self.storage
         return replace(self, deliveries=deliveries, storage=storage, frozen=frozen)
+
+    def _check_slices(self, kinds: list[Any], consuming: bool) -> None:
+        for sampler in kinds:
+            if not isinstance(sampler, SliceSampler):
+                continue
+            if consuming and sampler.short == "pad":
+                raise InvalidArgument(f"{sampler!r} repeats items as padding, and items that are consumed come once")
+            reason = None if self.batch_size is None else sampler.refuse(self.batch_size)
+            if reason is not None:
+                raise InvalidArgument(reason)
+            length = sampler.length(self.batch_size or 0)
+            if sampler.short == "skip" and length > self.capacity:
+                raise Unsatisfiable(f"slices of {length} steps never lie in a buffer of {self.capacity} items")
 
     def _deliveries(self) -> int | None:
         given = self.deliveries
@@ -161,6 +181,7 @@ class Rules:
             "deliveries": self.deliveries,
             "contiguous": self.contiguous,
             "check_finite": self.check_finite,
+            "num_envs": self.num_envs,
             "own_storage": self.storage is not None,
         }
 
@@ -187,6 +208,7 @@ class Rules:
             device=None,
             contiguous=data["contiguous"],
             check_finite=data["check_finite"],
+            num_envs=data.get("num_envs"),
         )
 
 
@@ -229,6 +251,7 @@ DRAWN: dict[str, tuple[str, tuple[int, ...]]] = {
     "priority_weight": ("float32", ()),
     "buffer_id": ("int64", ()),
     "relabelled": ("bool", (1,)),
+    "mask": ("bool", ()),
 }
 
 
@@ -254,8 +277,15 @@ def without_draw(items: Any, schema: Schema | None, *, dims: int) -> Any:
     drawn = {key for key, value in found.items() if _described(value) == kinds[key]}
     if len(size) != dims or not {("index",), ("generation",)} <= drawn:
         return leaves
+    if ("mask",) in drawn and not bool(found[("mask",)].all()):
+        raise InvalidArgument('this batch holds padding, which is no item: write batch[batch["mask"]]')
     known = () if schema is None else schema.by_key
     return {key: value for key, value in leaves.items() if key not in drawn or key in known}
+
+
+def rows_in(leaves: Mapping[Key, Any]) -> int:
+    """How many items a batch holds of which a schema was made."""
+    return next(len(value) for value in leaves.values())
 
 
 def undrawn(items: Any, schema: Schema, problem: SchemaMismatch, *, dims: int) -> Any:

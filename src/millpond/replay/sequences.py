@@ -3,9 +3,11 @@
 Each process that needs it derives the index from the rows, a little with every look, and keeps it to itself: no death
 can harm it, and nothing has to be shared. What left the buffer is recognised by its number.
 
-Where items carry ``episode_id`` and ``step``, an item is followed by the one of its episode with the next step, however
-writers interleave them. Without these, items written one after the other are one stream of steps, which is cut where an
-episode ends, and where items are missing. Nothing follows an item that is done.
+Where items carry an episode's id and a step, an item is followed by the one of its episode with the next step, however
+writers interleave them. With an id alone, it is followed by the next that was written of its episode. Without ids, the
+items of ``num_envs`` environments were written in turns, and each is followed by the one written ``num_envs`` later.
+Such a stream is cut where an episode ends, where items are missing, and where the writer said so (see `order`).
+Nothing follows an item that is done.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from millpond.replay.drawing import Bools, Ints, Randomness
 
 Alive = Callable[[Ints, Ints], Bools]
+CHUNK = 256
 
 
 class EpisodeStats(NamedTuple):
@@ -31,33 +34,66 @@ class EpisodeStats(NamedTuple):
     mean: float
 
 
-class SequenceIndex:
-    """Which item follows which, for one process. ``capacity`` is the buffer's."""
+class Open(NamedTuple):
+    """The item that was written last of an episode, or of an environment."""
 
-    def __init__(self, capacity: int) -> None:
+    name: int
+    step: int
+    number: int
+    done: bool
+    era: int
+
+
+class SequenceIndex:
+    """Which item follows which, for one process. ``capacity`` is the buffer's; ``num_envs`` counts without ids."""
+
+    def __init__(self, capacity: int, *, num_envs: int = 1) -> None:
+        self._capacity, self._num_envs = capacity, num_envs
         self._number = np.full(capacity, -1)  # of the item that was seen last in a slot; -1: none
         self._next_slot, self._next_number = np.full(capacity, -1), np.full(capacity, -1)
         self._episode, self._step = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self._done, self._begins = np.zeros(capacity, np.bool_), np.zeros(capacity, np.bool_)
         self._places = _Places(self._episode, self._step)
-        self._last_step: dict[int, int] = {}  # by episode
+        self._spans: dict[int, list[int]] = {}  # by episode: its first and last step; none before the third is live
         self._forget_at = 1024
-        # Without episode ids: the episode and the number of the next item, and whether that is a beginning.
-        self._stream, self._expected, self._fresh = 0, 0, True
+        self._expected = 0  # the number of the next item
+        self._era = 0  # how often items came that have nothing to do with those before
+        self._renamed: dict[int, tuple[int, int]] = {}  # by id: what an episode is called here, and since which era
+        self._open: dict[int, Open] = {}  # without steps: by id, or by environment
+        self._named = 0  # names given out
 
-    def append(self, numbers: Ints, slots: Ints, episode: Ints | None, step: Ints | None, done: Bools) -> None:
+    def append(
+        self,
+        numbers: Ints,
+        slots: Ints,
+        episode: Ints | None,
+        step: Ints | None,
+        done: Bools,
+        *,
+        cut: Bools | None = None,
+        new_era: Bools | None = None,
+    ) -> None:
         """Take in newly written items, int64 ``[n]`` and bool ``[n]``, in the order of their numbers.
 
-        ``episode`` must differ between episodes, also between those of different writers; ``step`` counts from 0.
+        ``episode`` must differ between episodes, also between those of different writers; ``step`` counts from 0. An
+        item that is ``cut`` does not follow the one before it of its environment. With a ``new_era`` nothing that comes
+        follows what was there before, except the next step of an episode by its id: ids may be used again.
         """
         if not len(numbers):
             return
-        if episode is None or step is None:
-            episode, step, begins = self._cut_stream(numbers, done)
+        if new_era is None or not new_era.any():
+            eras: Ints = np.full(len(numbers), self._era)
         else:
+            eras = self._era + np.cumsum(new_era)
+        self._era = int(eras[-1])
+        if step is None or episode is None:
+            order, episode, step, begins = self._counted(numbers, episode, done, cut, eras)
+        else:
+            episode = self._instances(episode, step, eras)
             order = np.lexsort((step, episode))
-            numbers, slots, episode, step, done = numbers[order], slots[order], episode[order], step[order], done[order]
+            episode, step = episode[order], step[order]
             begins = step == 0
+        numbers, slots, done = numbers[order], slots[order], done[order]
         self._number[slots], self._next_slot[slots] = numbers, -1
         self._episode[slots], self._step[slots] = episode, step
         self._done[slots], self._begins[slots] = done, begins
@@ -69,42 +105,115 @@ class SequenceIndex:
         before = self._places.find(episode[heads], step[heads] - 1)
         joins = (before >= 0) & ~self._done[before]
         self._link(before[joins], slots[heads[joins]])
-        if self._note_last_steps(episode, step):
+        if self._note_spans(episode, step):
             tails = np.flatnonzero(alone[1:] & ~done)
             after = self._places.find(episode[tails], step[tails] + 1)
             self._link(slots[tails[after >= 0]], after[after >= 0])
 
-    def _cut_stream(self, numbers: Ints, done: Bools) -> tuple[Ints, Ints, Bools]:
-        """Episodes, steps, and whether an episode surely begins here, for items that do not say."""
-        gap = np.concatenate([[numbers[0] != self._expected], np.diff(numbers) != 1])
-        ended = np.concatenate([[False], done[:-1]])
-        episode: Ints = self._stream + np.cumsum(gap | ended)
-        begins: Bools = ended & ~gap
-        begins[0] = not gap[0] and self._fresh
-        self._stream, self._expected = int(episode[-1]) + int(done[-1]), int(numbers[-1]) + 1
-        self._fresh = bool(done[-1])
-        return episode, numbers, begins
+    def _counted(
+        self, numbers: Ints, episode: Ints | None, done: Bools, cut: Bools | None, eras: Ints
+    ) -> tuple[Ints, Ints, Ints, Bools]:
+        """Episodes, steps, and whether an episode surely begins, for items that do not say, sorted so; and the order
+        that sorts them."""
+        key: Ints = numbers % self._num_envs if episode is None else episode
+        order = np.argsort(key, kind="stable")
+        key, numbers, done, eras = key[order], numbers[order], done[order], eras[order]
+        cut = np.zeros(len(key), np.bool_) if cut is None or episode is not None else cut[order]
+        whole = int(numbers.min()) == self._expected  # nothing was missed since the last look
+        self._expected = int(numbers.max()) + 1
+        if not whole and episode is not None:
+            self._open.clear()  # what is missing may have been of any episode
+        same = np.concatenate([[False], (key[1:] == key[:-1]) & (eras[1:] == eras[:-1]) & ~cut[1:]])
+        if episode is None:
+            same[1:] &= numbers[1:] - numbers[:-1] == self._num_envs
+        joined = same & np.concatenate([[False], ~done[:-1]])
+        begins: Bools = same & ~joined
+        firsts = np.flatnonzero(~joined)
+        run = np.cumsum(~joined) - 1
+        names, offsets = self._named + 1 + np.arange(len(firsts)), np.zeros(len(firsts), np.int64)
+        self._named += len(firsts)
+        groups = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
+        for at in groups.tolist():
+            last = self._open.get(int(key[at]))
+            if last is None:  # the first item of all of an environment, or of an episode by its id
+                begins[at] = whole and (episode is not None or int(numbers[at]) < self._num_envs)
+            elif (
+                last.era == eras[at]
+                and not cut[at]
+                and (episode is not None or numbers[at] == last.number + self._num_envs)
+            ):
+                begins[at] = last.done
+                if not last.done:
+                    names[run[at]], offsets[run[at]] = last.name, last.step + 1
+        name: Ints = names[run]
+        step: Ints = np.arange(len(key)) - firsts[run] + offsets[run]
+        for at in np.append(groups[1:], len(key)) - 1:
+            self._open[int(key[at])] = Open(int(name[at]), int(step[at]), int(numbers[at]), bool(done[at]), self._era)
+        if len(self._open) > 1024 + 2 * self._capacity:
+            gone = self._expected - self._capacity
+            self._open = {key: last for key, last in self._open.items() if last.number >= gone}
+        return order, name, step, begins
+
+    def _instances(self, episode: Ints, step: Ints, eras: Ints) -> Ints:
+        """What the episodes are called here. An id whose episode begins once more is another episode's, and in a new
+        era every id is, unless the next step of its episode comes."""
+        ids, which = np.unique(episode, return_inverse=True)
+        known = [self._renamed.get(one, (one, 0)) for one in ids.tolist()]
+        zeros = np.bincount(which[step == 0], minlength=len(ids))
+        first, last = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+        first[which[::-1]], last[which] = eras[::-1], eras  # of several the last assignment counts
+        mixed = zip(known, zeros.tolist(), first.tolist(), last.tolist(), strict=True)
+        doubtful = []
+        for group, ((name, since), beginnings, earlier, later) in enumerate(mixed):
+            span = self._spans.get(name)
+            again = beginnings > 1 or (beginnings and span is not None and span[0] == 0)
+            if again or earlier != later or (later != since and (span is not None or since)):
+                doubtful.append(group)
+        if not doubtful and not self._renamed:
+            return episode
+        names: Ints = np.array([name for name, _ in known], np.int64)[which]
+        order = np.argsort(which, kind="stable")
+        bounds = np.searchsorted(which[order], np.arange(len(ids) + 1))
+        for group in doubtful:
+            self._split(order[bounds[group] : bounds[group + 1]], int(ids[group]), names, step, eras)
+        return names
+
+    def _split(self, places: Ints, one: int, names: Ints, step: Ints, eras: Ints) -> None:
+        """Name the items at ``places``, which share an id, one by one."""
+        name, since = self._renamed.get(one, (one, 0))
+        span = self._spans.get(name)
+        first, last = (None, -1) if span is None else (span[0], span[1])
+        for at, now, era in zip(places.tolist(), step[places].tolist(), eras[places].tolist(), strict=True):
+            if first is not None and (now != last + 1 if era != since else now == first == 0):
+                self._named += 1
+                name, first, last = -(1 << 62) - self._named, None, -1
+            since, first, last = era, now if first is None else min(first, now), max(last, now)
+            names[at] = name
+        self._renamed[one] = name, since
 
     def _link(self, slots: Ints, after: Ints) -> None:
         self._next_slot[slots] = after
         self._next_number[slots] = self._number[after]
 
-    def _note_last_steps(self, episode: Ints, step: Ints) -> bool:
+    def _note_spans(self, episode: Ints, step: Ints) -> bool:
         """True where a step may have been written before the one that precedes it. The arrays are sorted."""
         edge = np.flatnonzero(np.diff(episode) != 0)
         firsts, lasts = np.append(0, edge + 1), np.append(edge, len(episode) - 1)
-        known, late = self._last_step, False
+        known, late = self._spans, False
         for name, first, last in zip(
             episode[firsts].tolist(), step[firsts].tolist(), step[lasts].tolist(), strict=True
         ):
-            before = known.get(name)
-            if before is None or before < last:
-                known[name] = last
-            late = late or (before is not None and first <= before)
+            span = known.get(name)
+            if span is None:
+                known[name] = [first, last, first]
+                continue
+            late = late or first <= span[1]
+            span[:] = min(span[0], first), max(span[1], last), min(span[2], first)
         if len(known) > self._forget_at:
             there = set(self._episode[self._number >= 0].tolist())
-            self._last_step = {name: at for name, at in known.items() if name in there}
-            self._forget_at = 1024 + 2 * len(self._last_step)
+            self._spans = {name: span for name, span in known.items() if name in there}
+            self._renamed = {one: since for one, since in self._renamed.items() if since[0] in there}
+            self._forget_at = 1024 + 2 * len(self._spans)
         return late
 
     def _known(self, slots: Ints, numbers: Ints, alive: Alive) -> Bools:
@@ -131,9 +240,9 @@ class SequenceIndex:
             lengths += going
         return window, members, lengths
 
-    def starts(self, length: int, alive: Alive) -> tuple[Ints, Ints, int]:
+    def starts(self, length: int, alive: Alive, *, short: bool = False) -> tuple[Ints, Ints, int]:
         """Slots and numbers of all items from which a slice of ``length`` can go on, and how many live items are in
-        none."""
+        none. With ``short`` also of those that begin what is left of an episode, where that is shorter."""
         slots, numbers = self._live(alive)
         after = self._successors(slots)
         nowhere = len(slots)
@@ -149,6 +258,8 @@ class SequenceIndex:
         first = np.ones(nowhere + 1, np.bool_)
         first[after] = False
         stub: NDArray[np.int32] = np.flatnonzero(first[:-1] & ~whole).astype(np.int32)
+        if short:
+            whole[stub] = True
         stubs = 0
         while len(stub):  # at most ``length - 1`` times
             stubs += len(stub)
@@ -170,32 +281,90 @@ class SequenceIndex:
         same = (after >= 0) & (self._number[after] == self._next_number[slots])
         return np.append(np.where(same, position[after], np.int32(n)), np.int32(n))
 
-    def future(self, slots: Ints, numbers: Ints, alive: Alive, random: Randomness) -> tuple[Ints, Ints]:
+    def later(self, slots: Ints, numbers: Ints, alive: Alive, random: Randomness) -> tuple[Ints, Ints]:
         """For each item one of its episode, uniformly over it and the later ones that are live.
 
         An item that is gone gives itself.
         """
+        todo = np.flatnonzero(self._known(slots, numbers, alive))
+        return self._picked(slots, numbers, todo, self._step[slots[todo]], alive, random)
+
+    def any_of(self, slots: Ints, numbers: Ints, alive: Alive, random: Randomness, oldest: int) -> tuple[Ints, Ints]:
+        """The same, over all live items of its episode. No item numbered below ``oldest`` is live."""
+        todo = np.flatnonzero(self._known(slots, numbers, alive))
+        names, which = np.unique(self._episode[slots[todo]], return_inverse=True)
+        firsts = np.array([self._first(name, alive, oldest) for name in names.tolist()], np.int64)
+        return self._picked(slots, numbers, todo, firsts[which], alive, random)
+
+    def last(self, slots: Ints, numbers: Ints, alive: Alive) -> tuple[Ints, Ints]:
+        """For each item the last live one of its episode. An item that is gone gives itself."""
         found, todo = slots.copy(), np.flatnonzero(self._known(slots, numbers, alive))
-        names, steps = self._episode[slots], self._step[slots]
-        spans = np.ones(len(slots), np.int64)
-        lasts = [self._last_step[name] for name in names[todo].tolist()]
-        spans[todo] += np.array(lasts, np.int64) - steps[todo]
+        names = self._episode[slots[todo]]
+        found[todo] = self._places.find(names, self._lasts(names, alive))
+        return found, np.where(found == slots, numbers, self._number[found])
+
+    def heads(self, slots: Ints, alive: Alive) -> Bools:
+        """Of live items: does none that is live come before it?"""
+        before = self._places.find(self._episode[slots], self._step[slots] - 1)
+        follows = (
+            (before >= 0) & (self._next_slot[before] == slots) & (self._next_number[before] == self._number[slots])
+        )
+        first: Bools = ~(follows & alive(before, self._number[before]))
+        return first
+
+    def _picked(
+        self, slots: Ints, numbers: Ints, todo: Ints, firsts: Ints, alive: Alive, random: Randomness
+    ) -> tuple[Ints, Ints]:
+        """For the items at ``todo`` a live one of the same episode, uniformly over its steps from ``firsts`` on."""
+        found, names = slots.copy(), self._episode[slots[todo]]
+        spans = self._lasts(names, alive) - firsts + 1
         for _ in range(8):
-            later = steps[todo] + (random.uniform(len(todo)) * spans[todo]).astype(np.int64)
-            picked = self._places.find(names[todo], later)
-            there = (picked >= 0) & alive(picked, self._number[picked])
-            found[todo[there]] = picked[there]
-            todo = todo[~there]
+            steps = firsts + (random.uniform(len(todo)) * spans).astype(np.int64)
+            picked = self._places.find(names, steps)
+            missed = ~((picked >= 0) & alive(picked, self._number[picked]))
+            found[todo[~missed]] = picked[~missed]
+            todo, names, firsts, spans = todo[missed], names[missed], firsts[missed], spans[missed]
             if not len(todo):
                 break
-        for i, share in zip(todo.tolist(), random.uniform(len(todo)).tolist(), strict=True):  # few are left of many
-            later = np.arange(steps[i], steps[i] + spans[i])
-            picked = self._places.find(np.full(len(later), names[i]), later)
-            picked = picked[(picked >= 0) & alive(picked, self._number[picked])]
+        for i, share in enumerate(random.uniform(len(todo)).tolist()):  # few are left of many
+            picked = self._live_steps(int(names[i]), int(firsts[i]), int(firsts[i] + spans[i]), alive)
             if len(picked):
-                found[i] = picked[int(share * len(picked))]
-        same = found == slots
-        return found, np.where(same, numbers, self._number[found])
+                found[todo[i]] = picked[int(share * len(picked))]
+        return found, np.where(found == slots, numbers, self._number[found])
+
+    def _lasts(self, names: Ints, alive: Alive) -> Ints:
+        """The last steps of these episodes that are live: what is drawn depends on nothing that is gone."""
+        unique, which = np.unique(names, return_inverse=True)
+        lasts = np.array([self._spans[name][1] for name in unique.tolist()], np.int64)
+        there = self._places.find(unique, lasts)
+        for i in np.flatnonzero(~((there >= 0) & alive(there, self._number[there]))).tolist():
+            name, first = int(unique[i]), self._spans[int(unique[i])][2]
+            for end in range(int(lasts[i]) + 1, first, -CHUNK):
+                live = self._live_steps(name, max(first, end - CHUNK), end, alive)
+                if len(live):
+                    lasts[i] = self._step[live[-1]]
+                    break
+        return lasts[which]
+
+    def _first(self, name: int, alive: Alive, oldest: int) -> int:
+        """The first step of an episode that is live."""
+        span = self._spans[name]
+        for start in range(span[2], span[1] + 1, CHUNK):
+            live = self._live_steps(name, start, min(start + CHUNK, span[1] + 1), alive)
+            if len(live):
+                return int(self._step[live[0]])
+            here = self._places.find(np.full(CHUNK, name), np.arange(start, start + CHUNK))
+            if start == span[2] and not (self._number[here[here >= 0]] >= oldest).any():
+                span[2] = min(start + CHUNK, span[1])  # these do not come back
+        return span[1]
+
+    def _live_steps(self, name: int, start: int, end: int, alive: Alive) -> Ints:
+        """Slots of the live items of an episode from one step up to another, in order."""
+        steps = np.arange(start, end)
+        slots = self._places.find(np.full(len(steps), name), steps)
+        slots = slots[slots >= 0]
+        live: Ints = slots[alive(slots, self._number[slots])]
+        return live
 
     def episodes(self, alive: Alive) -> EpisodeStats:
         """Figures for a reader."""

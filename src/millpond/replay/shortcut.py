@@ -39,8 +39,8 @@ class Shortcut(Protocol):
     def sample(self, n: int, tray: Tray | None = None) -> Tray | None:
         """n items, counted as delivered: in the ``tray`` if one is given, else in a new one."""
 
-    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
-        """Write rows, and wake whoever waits for them. Their slots."""
+    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None, who: int | None = None) -> Ints | None:
+        """Write rows, and wake whoever waits for them. Their slots. ``who`` writes, if not this thread."""
 
     def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
         """Give items other leaves in the sum tree. How many."""
@@ -52,7 +52,7 @@ class NoShortcut:
     def sample(self, n: int, tray: Tray | None = None) -> Tray | None:
         return None
 
-    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
+    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None, who: int | None = None) -> Ints | None:
         return None
 
     def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
@@ -72,7 +72,7 @@ class LaterShortcut:
         self._count()
         return None
 
-    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
+    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None, who: int | None = None) -> Ints | None:
         self._count()
         return None
 
@@ -178,7 +178,7 @@ class CompiledShortcut:
             tray.extra = sampler.weights(shares.numpy(), beta)
         return code
 
-    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None) -> Ints | None:
+    def put(self, rows: torch.Tensor, receipt: tuple[int, int] | None, who: int | None = None) -> Ints | None:
         engine, n = self._engine, rows.shape[0]
         if n > self._most or engine.unlimited or engine.control.hook is not None or self._rows.hook is not None:
             return None
@@ -186,7 +186,8 @@ class CompiledShortcut:
         line, number = (0, 0) if receipt is None else (receipt[0] + 1, receipt[1])
         if number >> 63:  # the kernels' numbers have a sign
             return None
-        code = self._kernels.put(self._plan, me()[0], rows.data_ptr(), line, number, slots)
+        writer = 0 if engine.order is None else engine.order.writer(who)
+        code = self._kernels.put(self._plan, me()[0], rows.data_ptr(), line, number, writer, slots)
         return slots if code == DONE else None
 
     def set_leaves(self, slots: Ints, numbers: Ints, weighed: Weighed) -> int | None:
@@ -212,6 +213,7 @@ def _plan(engine: Engine, compiled: Any) -> tuple[Ints, tuple[Any, ...]]:
         **{name: index for name, index in vars(words).items() if isinstance(index, int)},
         "ROWS": rows.base,
         "RECEIPTS": receipts.ctypes.data,
+        "WRITER": 0 if engine.order is None else engine.order.address,
         "WIDTH": rows.schema.row_nbytes // 8,
         "CAPACITY": engine.capacity,
         "OVERWRITES": int(engine.flow.admission == "overwrite"),

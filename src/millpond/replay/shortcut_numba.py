@@ -45,10 +45,11 @@ DONE, AGAIN, SLOW = 0, -1, -2  # as in `shortcut`
 
 PLAN = (
     # Addresses: pthread_mutex_t; the word that remembers a dead holder; the commit word; both records; the intent; the
-    # events; the rows; the receipts; the sum tree with its offsets and sizes, the priorities beside its leaves, and the
-    # version of the settings that these were computed with, where there is one.
-    "MUTEX DEBT COMMIT RECORD_0 RECORD_1 INTENT ITEMS_EVENT SPACE_EVENT ROWS RECEIPTS TREE OFFSETS SIZES PRIORITIES "
-    "SETTINGS "
+    # events; the rows; the receipts; the last writer (0: of no interest); the sum tree with its offsets and sizes,
+    # the priorities beside its leaves, and the version of the settings that these were computed with, where there is
+    # one.
+    "MUTEX DEBT COMMIT RECORD_0 RECORD_1 INTENT ITEMS_EVENT SPACE_EVENT ROWS RECEIPTS WRITER TREE OFFSETS SIZES "
+    "PRIORITIES SETTINGS "
     # Numbers: 64-bit words of a row, of a record and of the tree; its levels; may old items give way; the rules of the
     # flow, of which RATE_ABOVE is 0 and DEBT_LIMIT is -1 where there is none; the system call.
     "WIDTH RECORD_WORDS TREE_WORDS LEVELS CAPACITY OVERWRITES MIN_SIZE RATE_ABOVE RATE_BELOW DEBT_LIMIT FUTEX "
@@ -68,6 +69,7 @@ PLAN = (
     SPACE_EVENT,
     ROWS,
     RECEIPTS,
+    WRITER,
     TREE,
     OFFSETS,
     SIZES,
@@ -421,11 +423,12 @@ def _begin(plan: Ints, record: int, pid: int, count: int, start: int) -> int:
     return number
 
 
-@compiled("int64(int64[::1], int64, int64, int64, int64, int64[::1])")
-def put(plan: Ints, pid: int, rows: int, line: int, number: int, slots: Ints) -> int:
+@compiled("int64(int64[::1], int64, int64, int64, int64, int64, int64[::1])")
+def put(plan: Ints, pid: int, rows: int, line: int, number: int, writer: int, slots: Ints) -> int:
     """Write ``rows`` behind the youngest item of a ring, into the ``slots`` that are returned.
 
-    ``line`` is 1 + the line of the write's receipt, 0 where it leaves none.
+    ``line`` is 1 + the line of the write's receipt, 0 where it leaves none. Where it matters who wrote last, it must be
+    this ``writer``: otherwise the new items do not follow the last ones, and `Order` notes that.
     """
     n = slots.size
     record = _enter(plan)
@@ -434,6 +437,9 @@ def put(plan: Ints, pid: int, rows: int, line: int, number: int, slots: Ints) ->
     capacity, head, live = plan[CAPACITY], _word(plan, record, HEAD), _word(plan, record, LIVE)
     excess = live + n - capacity
     if n > capacity or (excess > 0 and plan[OVERWRITES] == 0) or not _may_insert(plan, record, n):
+        _leave(plan)
+        return SLOW
+    if plan[WRITER] != 0 and load(plan[WRITER]) != writer:
         _leave(plan)
         return SLOW
     settled = _begin(plan, record, pid, n, head)

@@ -21,12 +21,15 @@ from millpond.replay.annealing import number
 from millpond.replay.container import VERSION, Column
 from millpond.replay.drawing import Ints
 from millpond.replay.engine import Engine, find
+from millpond.replay.order import NAME as ORDER
+from millpond.replay.order import REWARD
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rules import DRAWN, spell
 from millpond.replay.samplers import SamplerWithoutReplacement
+from millpond.replay.slices import SliceSampler
 from millpond.replay.slots import Pool, Queue
 from millpond.replay.taken import Taken
-from millpond.replay.windows import REWARD, HindsightSampler, NStep
+from millpond.replay.windows import HindsightSampler, NStep
 
 KEPT = {  # of the running buffer, whatever a checkpoint says
     words.CLOSED,
@@ -101,6 +104,7 @@ class _Check:
         schema = None if saved["schema"] is None else Schema.from_json(saved["schema"])
         if schema is not None and self.bound is not None and self.bound != schema:
             raise CheckpointError(f"the checkpoint is of another schema: {self.bound.difference(schema)}")
+        self._same_order(schema)
         self.state = self._words(schema)
         slots, rows = Column.of(saved["slots"]), Column.of(saved["rows"])
         live, width = self.state["live"], 0 if schema is None else schema.row_nbytes
@@ -133,6 +137,15 @@ class _Check:
                 f"{saved['deliveries'] or 'no'} samples, this buffer has {mine} and {engine.deliveries or 'no'}"
             )
         return sampler
+
+    def _same_order(self, schema: Schema | None) -> None:
+        given, mine = self.saved.get("num_envs", 0), self.engine.num_envs
+        order = None if schema is None else self.engine.order_of(schema)
+        if type(given) is not int or (order is not None and not order.fits(given)):
+            raise CheckpointError(
+                f"the checkpoint was written with num_envs={given or None!r:.20}, this buffer has num_envs={mine}: its "
+                "items would follow one another in another order"
+            )
 
     # ------------------------------------------------------------------ counters
     def _words(self, schema: Schema | None) -> dict[str, int]:
@@ -187,6 +200,8 @@ class _Check:
         else:
             wanted = {name: nbytes for name, nbytes in wanted.items() if not name.startswith(MADE_ANEW)}
         arrays = {name: Column.of(held) for name, held in self.saved["arrays"].items()}
+        if ORDER not in arrays:  # of an earlier version
+            wanted.pop(ORDER, None)
         if arrays.keys() != wanted.keys():
             raise CheckpointError(f"arrays {sorted(arrays)!r:.200}, where {sorted(wanted)} are expected")
         for name, column in arrays.items():
@@ -359,6 +374,9 @@ class _Check:
             needed.add(("priority_weight",))
         if find(NStep, sampler) is not None:
             needed |= {("steps_to_next_obs",), *(key for key in schema.by_key if key[:1] == ("next",))}
+        slices = find(SliceSampler, sampler)
+        if slices is not None and slices.short == "pad":
+            needed |= {("mask",), ("generation",)}
         if find(HindsightSampler, sampler) is not None:
             needed |= {("relabelled",), REWARD}
         return needed

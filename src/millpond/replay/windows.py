@@ -1,4 +1,4 @@
-"""Samplers that look along an episode: slices, n-step returns, hindsight. Where episodes end only `sequences` knows."""
+"""Samplers around another one that look along an episode: n-step returns and hindsight."""
 
 from __future__ import annotations
 
@@ -10,205 +10,108 @@ import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
 from millpond.core.schema import Key, Schema
-from millpond.replay.drawing import Draw, Ints, Items, Randomness, Sampler, distinct
+from millpond.replay import order
+from millpond.replay.drawing import Draw, Goals, Ints, Items, Randomness, Sampler, Windows
+from millpond.replay.order import EPISODE, REWARD, Episodes
+from millpond.replay.returns import can_tell_ends, compute
 from millpond.replay.samplers import Arrays, RandomSampler, made
-from millpond.replay.sequences import SequenceIndex
-from millpond.replay.state import EMPTIED, HEAD
+from millpond.replay.state import TAIL
 
-EPISODE, STEP, DONE = ("episode_id",), ("step",), ("next", "done")
-TERMINATED, TRUNCATED, REWARD = ("next", "terminated"), ("next", "truncated"), ("next", "reward")
+STRATEGIES = ("future", "final", "episode", "random")
 
 
-class Episodes:
-    """The sequence index of this process, brought up to what was written since the last look."""
-
-    def __init__(self) -> None:
-        self._index: SequenceIndex | None = None
-        self._seen = self._emptied = 0
-
-    def look(self, items: Items) -> SequenceIndex:
-        """The index over all items of this moment."""
-        state = items.state
-        if self._index is None or state[EMPTIED] != self._emptied:
-            self._index, self._seen, self._emptied = SequenceIndex(items.capacity), 0, state[EMPTIED]
-        if state[HEAD] > self._seen:
-            slots, numbers = items.since(self._seen)
-            known = items.schema.by_key
-            keys = [key for key in (EPISODE, STEP, DONE, TERMINATED, TRUNCATED) if key in known]
-            found = {
-                k: v.reshape(len(slots), -1)[:, 0].numpy() for k, v in zip(keys, items.read(slots, keys), strict=True)
-            }
-            ends = [found[key].astype(bool) for key in (DONE, TERMINATED, TRUNCATED) if key in found]
-            self._index.append(
-                numbers,
-                slots,
-                found[EPISODE].astype(np.int64) if EPISODE in found and STEP in found else None,
-                found[STEP].astype(np.int64) if EPISODE in found and STEP in found else None,
-                np.logical_or.reduce(ends),
-            )
-            self._seen = state[HEAD]
-        return self._index
-
-
-def check_ends(schema: Schema, who: str) -> None:
-    """Raises ``SchemaMismatch`` where the items do not say where an episode ends."""
-    if not any(key in schema.by_key for key in (DONE, TERMINATED, TRUNCATED)):
-        raise SchemaMismatch(f"{who} needs next/done, next/terminated or next/truncated; the items have {schema!r}")
-
-
-class SliceSampler:
-    """Whole slices of ``slice_len`` successive steps of one episode, uniform over all places where one can begin.
-
-    A batch of n items holds ``n / slice_len`` slices one after the other, flat. Episodes, and the stubs that eviction
-    leaves of them, that are shorter than a slice are not sampled.
-
-    Args:
-        slice_len: steps of a slice.
-        num_slices: slices of a batch, instead of ``slice_len``.
-
-    Raises:
-        InvalidArgument: neither or both are given, or (from ``sample``) the batch size is no multiple.
-    """
-
-    replacement = True
-
-    def __init__(self, *, slice_len: int | None = None, num_slices: int | None = None) -> None:
-        if (slice_len is None) == (num_slices is None):
-            raise InvalidArgument("a SliceSampler takes slice_len or num_slices, one of the two")
-        self.slice_len = _count("slice_len", slice_len)
-        self.num_slices = _count("num_slices", num_slices)
-        self._episodes = Episodes()
-        self._known: tuple[Ints, Ints] | None = None  # a place where a slice of `_known_length` began lately
-        self._known_length = 0
-
-    def memory(self, capacity: int) -> dict[str, int]:
-        return {}
-
-    def bind(self, arrays: Arrays) -> None:
-        self._episodes, self._known = Episodes(), None
-
-    def check_schema(self, schema: Schema) -> None:
-        """Raises ``SchemaMismatch`` where the items do not say where an episode ends."""
-        check_ends(schema, repr(self))
-
-    def ready(self, items: Items, n: int) -> str | None:
-        length = self._length(n)
-        if self._known is not None and self._known_length == length and items.alive(*self._known).all():
-            return None
-        index = self._episodes.look(items)
-        starts, numbers, _ = index.starts(length, items.alive)
-        needed = n // length if items.distinct else 1
-        if len(starts) < needed:
-            return f"{len(starts)} slices of {length} steps lie within an episode, {needed} are needed"
-        if not items.distinct:
-            slots, members, _ = index.follow(starts[:1], numbers[:1], length, items.alive)
-            self._known, self._known_length = (slots[0], members[0]), length
-        return None
-
-    def draw(self, items: Items, n: int, random: Randomness) -> Draw | None:
-        length = self._length(n)
-        wanted = n // length
-        index = self._episodes.look(items)
-        if items.distinct:
-            return self._draw_disjoint(items, index, wanted, length, random)
-        slots, numbers = np.empty((0, length), np.int64), np.empty((0, length), np.int64)
-        for _ in range(8):  # uniform over all items; those from which a slice cannot go on are drawn again
-            starts = items.at(random.below(2 * (wanted - len(slots)), items.size))
-            window, members, lengths = index.follow(*starts, length, items.alive)
-            whole = lengths == length
-            slots = np.concatenate([slots, window[whole]])[:wanted]
-            numbers = np.concatenate([numbers, members[whole]])[:wanted]
-            if len(slots) == wanted:
-                break
-        else:
-            places, its_numbers, _ = index.starts(length, items.alive)
-            if not len(places):
-                return None
-            chosen = random.below(wanted - len(slots), len(places))
-            window, members, _ = index.follow(places[chosen], its_numbers[chosen], length, items.alive)
-            slots, numbers = np.concatenate([slots, window]), np.concatenate([numbers, members])
-        return Draw(slots.reshape(-1), numbers.reshape(-1))
-
-    def _draw_disjoint(
-        self, items: Items, index: SequenceIndex, wanted: int, length: int, random: Randomness
-    ) -> Draw | None:
-        """Slices that share no item, as a batch that is consumed must not hold one twice."""
-        starts, numbers, _ = index.starts(length, items.alive)
-        order = distinct(len(starts), len(starts), random)
-        window, members, _ = index.follow(starts[order], numbers[order], length, items.alive)
-        taken: set[int] = set()
-        chosen = []
-        for i, slots in enumerate(window.tolist()):
-            if taken.isdisjoint(slots):
-                taken.update(slots)
-                chosen.append(i)
-                if len(chosen) == wanted:
-                    return Draw(window[chosen].reshape(-1), members[chosen].reshape(-1))
-        return None
-
-    def _length(self, n: int) -> int:
-        length = self.slice_len if self.slice_len is not None else n // (self.num_slices or 1)
-        if length == 0 or n % length or (self.num_slices is not None and n != length * self.num_slices):
-            unit = f"slices of {self.slice_len}" if self.slice_len is not None else f"{self.num_slices} slices"
-            raise InvalidArgument(f"a batch of {n} items cannot be cut into {unit}: batch_size counts items")
-        return length
-
-    def config(self) -> dict[str, Any]:
-        return {"slice_len": self.slice_len, "num_slices": self.num_slices}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return made, (type(self), self.config())
-
-    def __repr__(self) -> str:
-        given = f"slice_len={self.slice_len}" if self.slice_len is not None else f"num_slices={self.num_slices}"
-        return f"SliceSampler({given})"
-
-
-class _Around:
+class Around:
     """A sampler around another one, which does the choosing."""
 
     base: Sampler
 
-    def __init__(self, base: Sampler | None) -> None:
+    def __init__(self, base: Sampler | None, episode_key: str | tuple[str, ...] | None) -> None:
         if base is not None and (isinstance(base, type) or not isinstance(base, Sampler)):
             raise InvalidType(f"base is a sampler, not {base!r}")
         self.base = RandomSampler() if base is None else base
-        self._episodes = Episodes()
+        inner: Any = self.base
+        while inner is not None:
+            if type(inner) is type(self):
+                name = type(self).__name__
+                raise InvalidArgument(f"{name} around another {name}: which of the two is meant? Give one of them")
+            theirs = getattr(inner, "episode_key", None)
+            if episode_key is not None and theirs not in (None, EPISODE, order.key_of("episode_key", episode_key)):
+                raise InvalidArgument(f"episode_key={episode_key!r} here, {theirs!r} in {inner!r}: give it once")
+            episode_key = episode_key if theirs in (None, EPISODE) else theirs
+            inner = getattr(inner, "base", None)
+        self.episode_key: Key = order.key_of("episode_key", episode_key or EPISODE)
+        self.episodes = Episodes(self.episode_key)
 
     @property
     def replacement(self) -> bool:
         return self.base.replacement
 
     def memory(self, capacity: int) -> dict[str, int]:
-        return self.base.memory(capacity)
+        return {**self.base.memory(capacity), order.NAME: order.nbytes(capacity)}
 
     def bind(self, arrays: Arrays) -> None:
-        self._episodes = Episodes()
         self.base.bind(arrays)
+        theirs = getattr(self.base, "episodes", None)  # one index serves all
+        self.episodes = Episodes.bound(self.episode_key, arrays)
+        if isinstance(theirs, Episodes) and theirs.key == self.episode_key:
+            self.episodes = theirs
 
     def ready(self, items: Items, n: int) -> str | None:
         return self.base.ready(items, n)
 
+    def refuse(self, n: int) -> str | None:
+        """Why no batch can ever have n items."""
+        refuse = getattr(self.base, "refuse", None)
+        reason: str | None = None if refuse is None else refuse(n)
+        return reason
+
+    def check_schema(self, schema: Schema) -> None:
+        """Raises ``SchemaMismatch`` where the items lack what this sampler, or the one it is around, needs."""
+        order.check_ends(schema, self.episode_key, repr(self))
+        check = getattr(self.base, "check_schema", None)
+        if check is not None:
+            check(schema)
+
+    def draw(self, items: Items, n: int, random: Randomness) -> Draw | None:
+        with self.episodes.lock:
+            draw = self.plan(items, n, random)
+            if draw is not None:
+                compute(items, draw)
+            return draw
+
+    def plan(self, items: Items, n: int, random: Randomness) -> Draw | None:
+        """Choose, and say what the items stand for; `draw` computes their fields from it."""
+        return self.base.plan(items, n, random) if isinstance(self.base, Around) else self.base.draw(items, n, random)
+
     def config(self) -> dict[str, Any]:
-        return {"base": self.base}
+        return {"base": self.base, **({} if self.episode_key == EPISODE else {"episode_key": self.episode_key})}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return made, (type(self), self.config())
 
 
-class NStep(_Around):
+class NStep(Around):
     """n-step returns, computed when a batch is drawn: the stored transitions stay single steps.
 
     ``next/reward`` becomes ``sum_j gamma^j r_j`` over the steps of the window, every other ``next`` field comes from
     its last step, and ``steps_to_next_obs`` (int64 ``[n, 1]``) says how many steps were really used: the bootstrap is
     discounted by ``gamma ** steps_to_next_obs``. A window ends with its episode (of which only termination masks the
-    bootstrap) and where the next step is not, or no longer, stored. Sutton, Barto: Reinforcement learning, 2nd ed.,
-    section 7.1.
+    bootstrap) and where the next step is not, or no longer, stored. Around a `HindsightSampler`, or inside one, a
+    window has one goal, by which each of its rewards is computed.
+    Sutton, Barto: Reinforcement learning, 2nd ed., section 7.1.
+
+    Args:
+        n: steps of a window, at most.
+        gamma: discount of a step, 0 to 1.
+        base: what chooses the first steps; uniform by default.
+        episode_key: the field that tells episodes apart.
     """
 
-    def __init__(self, n: int, gamma: float, *, base: Sampler | None = None) -> None:
-        super().__init__(base)
-        self.n = _count("n", n) or 1
+    def __init__(
+        self, n: int, gamma: float, *, base: Sampler | None = None, episode_key: str | tuple[str, ...] | None = None
+    ) -> None:
+        super().__init__(base, episode_key)
+        self.n = count("n", n)
         if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
             raise InvalidType(f"gamma is a number, not {gamma!r}")
         if not 0 <= gamma <= 1:
@@ -217,61 +120,51 @@ class NStep(_Around):
 
     def check_schema(self, schema: Schema) -> None:
         """Raises ``SchemaMismatch`` where there is no reward, or nothing says where an episode ends."""
-        check_ends(schema, repr(self))
+        super().check_schema(schema)
         reward = schema.by_key.get(REWARD)
         if reward is None or not reward.dtype.is_floating_point:
             raise SchemaMismatch(f"{self!r} needs next/reward, of a floating-point type")
 
-    def draw(self, items: Items, n: int, random: Randomness) -> Draw | None:
-        draw = self.base.draw(items, n, random)
+    def plan(self, items: Items, n: int, random: Randomness) -> Draw | None:
+        draw = super().plan(items, n, random)
         if draw is None:
             return None
-        index = self._episodes.look(items)
+        index = self.episodes.look(items)
         slots, numbers, lengths = index.follow(draw.slots, draw.numbers, self.n, items.alive)
         lengths = np.maximum(lengths, 1)  # an item that left meanwhile: the batch is drawn again
         slots[:, 0], numbers[:, 0] = draw.slots, draw.numbers
         used = np.arange(self.n) < lengths[:, None]
-        draw.extra |= self._returns(items, np.where(used, slots, slots[:, :1]), used, lengths)
+        draw.windows = Windows(slots, numbers, lengths, self.gamma)
         draw.watch = _watch(draw.watch, slots[used], numbers[used])
         return draw
 
-    def _returns(self, items: Items, slots: Ints, used: Any, lengths: Ints) -> dict[Key, torch.Tensor]:
-        """The fields of the batch that differ from the stored ones."""
-        k = len(slots)
-        (rewards,) = items.read(slots.reshape(-1), [REWARD])
-        shape = rewards.shape[1:]
-        steps = rewards.reshape(k, self.n, -1).to(torch.float32)
-        weights = torch.from_numpy(np.where(used, self.gamma ** np.arange(self.n), 0.0).astype(np.float32))
-        total = torch.einsum("kn,knr->kr", weights, torch.where(weights[..., None] > 0, steps, 0.0))
-        first = steps[:, 0]
-        total = torch.where(torch.from_numpy(lengths == 1)[:, None], first, total)
-        keys = [f.key for f in items.schema.fields if f.key[0] == "next" and f.key != REWARD]
-        last = slots[np.arange(k), lengths - 1]
-        found: dict[Key, torch.Tensor] = dict(zip(keys, items.read(last, keys), strict=True))
-        found[REWARD] = total.reshape(k, *shape).to(rewards.dtype)
-        found["steps_to_next_obs",] = torch.from_numpy(lengths[:, None].astype(np.int64))
-        return found
-
     def config(self) -> dict[str, Any]:
-        return {"n": self.n, "gamma": self.gamma, "base": self.base}
+        return {"n": self.n, "gamma": self.gamma, **super().config()}
 
     def __repr__(self) -> str:
         return f"NStep({self.n}, {self.gamma}, base={self.base!r})"
 
 
-class HindsightSampler(_Around):
-    """Hindsight experience replay: part of a batch gets a goal that its episode reached later.
+class HindsightSampler(Around):
+    """Hindsight experience replay: part of a batch gets a goal that was achieved, instead of the one pursued.
 
-    Andrychowicz et al.: Hindsight experience replay, NeurIPS 2017, strategy "future": the goal is what was achieved
-    by this step or a later one of the same episode. The goal is replaced in the observation and the next observation,
-    the reward is computed anew, and ``relabelled`` (bool ``[n, 1]``) says where.
+    The goal is replaced in the observation and the next observation, the reward is computed anew, and ``relabelled``
+    (bool ``[n, 1]``) says where. With ``terminated`` also ``next/terminated`` is, and ``next/done`` with it. A slice
+    has one goal, found from its first step; so has the window of an `NStep`, inside or around.
+    Andrychowicz et al.: Hindsight experience replay, NeurIPS 2017.
 
     Args:
         reward: ``reward(achieved, desired) -> [n]`` or ``[n, 1]``, for goals ``[n, *goal]``.
         fraction: of the batch that is relabelled, in expectation; 0.8 is four of five.
-        goal, achieved: the keys below ``observation`` of the goal that is pursued and of the one that is reached.
+        strategy: whose achieved goal: of this step or a ``"future"`` one of its episode, of the ``"final"`` one, of any
+            of the ``"episode"``, or of a ``"random"`` item of the buffer. Of an episode that goes on, the final step is
+            the latest that is stored.
+        goal, achieved: keys of the goal that is pursued and of the one that is reached. A string is a key below
+            ``observation``, a tuple a key of the item; what was reached stands at the same key below ``next``.
         terminated: ``terminated(achieved, desired)``, where reaching the goal ends the episode; else it stays as
             stored.
+        base: what chooses the items; uniform by default.
+        episode_key: the field that tells episodes apart.
     """
 
     def __init__(
@@ -279,72 +172,76 @@ class HindsightSampler(_Around):
         reward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         *,
         fraction: float = 0.8,
-        goal: str = "desired_goal",
-        achieved: str = "achieved_goal",
+        strategy: str = "future",
+        goal: str | tuple[str, ...] = "desired_goal",
+        achieved: str | tuple[str, ...] = "achieved_goal",
         terminated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         base: Sampler | None = None,
+        episode_key: str | tuple[str, ...] | None = None,
     ) -> None:
-        super().__init__(base)
+        super().__init__(base, episode_key)
         if not callable(reward) or not (terminated is None or callable(terminated)):
             raise InvalidType("reward, and terminated where given, are functions of (achieved, desired)")
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise InvalidArgument(f"fraction is a number in [0, 1], not {fraction!r}")
         self.reward, self.terminated, self.fraction = reward, terminated, float(fraction)
+        self.strategy = order.chosen("strategy", strategy, STRATEGIES)
         self.goal, self.achieved = goal, achieved
+        self.goal_key = _below_observation("goal", goal)
+        self.achieved_key = ("next", *_below_observation("achieved", achieved))
 
     def check_schema(self, schema: Schema) -> None:
         """Raises ``SchemaMismatch`` where a goal, the reward, or the end of an episode is not among the fields."""
-        check_ends(schema, repr(self))
-        for key in (*self._goals(), self._reached(), REWARD):
-            if key not in schema.by_key:
-                raise SchemaMismatch(f"{self!r} needs {'/'.join(key)}; the items have {schema!r}")
+        super().check_schema(schema)
+        following = ("next", *self.goal_key)
+        needed = (self.goal_key, following, self.achieved_key, REWARD)
+        order.require(schema, needed if self.goal_key[0] == "observation" else (needed[0], *needed[2:]), repr(self))
+        goal, achieved = schema.by_key[self.goal_key], schema.by_key[self.achieved_key]
+        if goal.size != achieved.size:
+            raise SchemaMismatch(f"{goal.name} is {goal.describe()}, {achieved.name} {achieved.describe()}")
+        if self.terminated is not None and not can_tell_ends(schema.by_key):
+            raise SchemaMismatch(f"{self!r} with terminated= needs next/terminated; the items have {schema!r}")
 
-    def _goals(self) -> tuple[Key, Key]:
-        return ("observation", self.goal), ("next", "observation", self.goal)
-
-    def _reached(self) -> Key:
-        return "next", "observation", self.achieved
-
-    def draw(self, items: Items, n: int, random: Randomness) -> Draw | None:
-        draw = self.base.draw(items, n, random)
+    def plan(self, items: Items, n: int, random: Randomness) -> Draw | None:
+        draw = super().plan(items, n, random)
         if draw is None:
             return None
-        index = self._episodes.look(items)
-        chosen = random.uniform(len(draw.slots)) < self.fraction
-        later, its_numbers = index.future(draw.slots[chosen], draw.numbers[chosen], items.alive, random)
-        wanted, following = items.read(draw.slots, list(self._goals()))
-        (reached,) = items.read(draw.slots, [self._reached()])
-        mask = torch.from_numpy(chosen)
-        goals = items.read(later, [self._reached()])[0].to(wanted.dtype)
-        wanted[mask] = goals
-        following[mask] = goals
-        keys: list[Key] = [REWARD]
-        if self.terminated is not None and TERMINATED in items.schema.by_key:
-            keys.append(TERMINATED)
-        stored: dict[Key, torch.Tensor] = dict(zip(keys, items.read(draw.slots, keys), strict=True))
-        for key, values in stored.items():
-            compute = self.reward if key == REWARD else self.terminated
-            assert compute is not None
-            fresh = torch.as_tensor(compute(reached[mask], goals)).reshape(values[mask].shape)
-            values[mask] = fresh.to(values.dtype)
-        draw.extra[self._goals()[0]], draw.extra[self._goals()[1]] = wanted, following
-        draw.extra |= stored
-        draw.extra["relabelled",] = mask[:, None]
-        draw.watch = _watch(draw.watch, later, its_numbers)
+        firsts = np.arange(0, len(draw.slots), draw.group)
+        chosen = np.repeat(random.uniform(len(firsts)) < self.fraction, draw.group)
+        leaders = firsts[chosen[firsts]]
+        slots, numbers = self._choose(items, draw.slots[leaders], draw.numbers[leaders], random)
+        draw.goals = Goals(chosen, np.repeat(slots, draw.group), self)
+        draw.watch = _watch(draw.watch, slots, numbers)
         return draw
+
+    def _choose(self, items: Items, slots: Ints, numbers: Ints, random: Randomness) -> tuple[Ints, Ints]:
+        """The items whose achieved goals are pursued."""
+        if self.strategy == "random":
+            return items.at(random.below(len(slots), items.size))
+        index = self.episodes.look(items)
+        if self.strategy == "final":
+            return index.last(slots, numbers, items.alive)
+        if self.strategy == "episode":
+            return index.any_of(slots, numbers, items.alive, random, items.state[TAIL])
+        return index.later(slots, numbers, items.alive, random)
 
     def config(self) -> dict[str, Any]:
         return {
             "reward": self.reward,
             "fraction": self.fraction,
+            "strategy": self.strategy,
             "goal": self.goal,
             "achieved": self.achieved,
             "terminated": self.terminated,
-            "base": self.base,
+            **super().config(),
         }
 
     def __repr__(self) -> str:
-        return f"HindsightSampler(fraction={self.fraction}, base={self.base!r})"
+        return f"HindsightSampler(fraction={self.fraction}, strategy={self.strategy!r}, base={self.base!r})"
+
+
+def _below_observation(name: str, value: Any) -> Key:
+    return ("observation", value) if isinstance(value, str) and value else order.key_of(name, value)
 
 
 def _watch(before: tuple[Ints, Ints] | None, slots: Ints, numbers: Ints) -> tuple[Ints, Ints]:
@@ -353,9 +250,8 @@ def _watch(before: tuple[Ints, Ints] | None, slots: Ints, numbers: Ints) -> tupl
     return np.concatenate([before[0], slots]), np.concatenate([before[1], numbers])
 
 
-def _count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
+def count(name: str, value: Any) -> int:
+    """Raises ``InvalidType`` or ``InvalidArgument`` for what is no number of steps."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidType(f"{name} is a whole number, not {value!r}")
     if value < 1:

@@ -36,7 +36,7 @@ class Works:
 
     def __init__(self, rules: Rules, storage: Storage, generator: torch.Generator, make: MakeMemory) -> None:
         self.rules = rules
-        self.engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make)
+        self.engine = Engine(storage, rules.sampler, rules.flow, rules.deliveries, generator, make, rules.num_envs)
         self.engine.find_rows = self.find_rows
         self.writer, self.taker = Writer(self.engine), Taker(self.engine)
         self.editor = Editor(self.engine, check_finite=rules.check_finite)
@@ -77,6 +77,8 @@ class Works:
         if works.engine.memory.mine:
             works.editor.reopen()
         works.find_rows()
+        if works.engine.memory.mine and works.engine.order is not None:
+            works.engine.order.loaded()
         return works
 
     # ------------------------------------------------------------------ the schema
@@ -93,9 +95,11 @@ class Works:
             raise NotReady("nothing was written yet, and no schema was given")
         return schema
 
-    def bind(self, schema: Schema) -> Schema:
-        """Allocate the rows, once, in whichever process comes first. Raises ``SchemaMismatch`` where another schema is
-        bound."""
+    def bind(self, schema: Schema, first: int | None = None) -> Schema:
+        """Allocate the rows, once, in whichever process comes first, for a write of so many.
+
+        Raises ``SchemaMismatch`` where another schema is bound, and ``InvalidArgument`` where that write is refused.
+        """
         if self.schema is not None:
             return self.schema
         engine = self.engine
@@ -109,10 +113,15 @@ class Works:
             check = getattr(engine.sampler, "check_schema", None)
             if check is not None:
                 check(schema)
+            order = engine.order_of(schema)
+            if order is not None and first is not None:
+                order.admit(first)
             engine.storage.bind(schema)
             if engine.memory.shared:
                 engine.memory.write_schema(schema)
             engine.bind(schema)
+            if engine.order is not None:
+                engine.order.loaded()
             self.schema = schema
             return schema
 
@@ -127,11 +136,35 @@ class Works:
         return self.schema is not None
 
     # ------------------------------------------------------------------ in and out
-    def put(self, rows: torch.Tensor, priority: Any, timeout: Any, cancel: Any, receipt: Any) -> Ints | None:
+    def put(
+        self,
+        rows: torch.Tensor,
+        priority: Any,
+        timeout: Any,
+        cancel: Any,
+        receipt: Any,
+        who: int | None = None,
+    ) -> Ints | None:
         """Write packed rows of the bound schema. Their slots; None where there are none, or they were dropped.
 
-        Raises as `ReplayBuffer.extend` does.
+        ``who`` writes, if not this thread. Raises as `ReplayBuffer.extend` does.
         """
+        order = self.engine.order
+        if order is None or not len(rows):
+            return self._put(rows, priority, timeout, cancel, receipt, None)
+        order.admit(len(rows))
+        slots = None
+        try:
+            slots = self._put(rows, priority, timeout, cancel, receipt, who)
+        finally:
+            if slots is None:
+                order.missed(who)
+        order.warn()
+        return slots
+
+    def _put(
+        self, rows: torch.Tensor, priority: Any, timeout: Any, cancel: Any, receipt: Any, who: int | None
+    ) -> Ints | None:
         n, weighed = rows.shape[0], None
         if priority is not None:
             if self.engine.priorities is None:
@@ -148,7 +181,7 @@ class Works:
             )
         if n > self.rules.capacity:
             self.engine.refuse_impossible(insert=n)
-        slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt)
+        slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt, who=who)
         if slots is None or len(slots) == n:
             return slots
         return slots[np.arange(-n, 0) % len(slots)]  # those of the first ones, which others of this write have now

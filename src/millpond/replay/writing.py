@@ -49,8 +49,10 @@ class Writer:
         timeout: float | None,
         cancel: Any,
         receipt: tuple[int, int] | None = None,
+        who: int | None = None,
     ) -> Ints | None:
-        """Write all rows or none. Their slots; None where the admission policy dropped them.
+        """Write all rows or none. Their slots; None where the admission policy dropped them. ``who`` writes, if not
+        this thread.
 
         Of more rows than there are slots the last ones stay, and only theirs are returned.
         """
@@ -61,7 +63,7 @@ class Writer:
                 if wait is not None and self._still_blocked(n, wait):
                     continue
                 if engine.priorities is None:
-                    slots = engine.shortcut.put(rows, receipt)
+                    slots = engine.shortcut.put(rows, receipt, who)
                     if slots is not None:
                         return slots
                 try:
@@ -73,7 +75,7 @@ class Writer:
                     if block is None:
                         excess = min(state[LIVE] + n - engine.capacity, state[LIVE])
                         if excess <= 0 or engine.slots.evict(state, excess):
-                            return self._write(state, rows, weighed, excess, receipt)
+                            return self._write(state, rows, weighed, excess, receipt, who)
                     elif self._drops(state, n, block):
                         return None
                     else:
@@ -132,7 +134,13 @@ class Writer:
         return engine.count_block(state, wait, PRODUCER_BLOCKS, engine.space_event)
 
     def _write(
-        self, state: State, rows: torch.Tensor, weighed: Weighed | None, excess: int, receipt: tuple[int, int] | None
+        self,
+        state: State,
+        rows: torch.Tensor,
+        weighed: Weighed | None,
+        excess: int,
+        receipt: tuple[int, int] | None,
+        who: int | None,
     ) -> Ints:
         """Under the lock. ``state`` has the evictions, not yet committed."""
         engine, n = self._engine, rows.shape[0]
@@ -147,6 +155,8 @@ class Writer:
             engine.slots.skip(state, passed)
             rows, weighed = rows[passed:], None if weighed is None else weighed.part(slice(passed, None))
         slots = engine.slots.place(state, len(rows))
+        if engine.order is not None:
+            engine.order.note(state, slots, who)
         if isinstance(engine.slots, Ring):
             engine.rows.write_run(state[HEAD] % engine.capacity, rows)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,33 @@ def test_ctrl_c_once_saves_a_checkpoint_and_ends_cleanly(tmp_path: Path, command
     assert told["collected_frames"] == told["written_frames"] > 20
     assert read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"] == told["collected_frames"]
     assert resume(path, f"total_frames={told['collected_frames'] + 100}").status == "completed"
+
+
+def test_ctrl_c_does_not_wait_for_a_worker_that_hangs(tmp_path: Path, command: Callable[..., subprocess.Popen[str]]):
+    """Its frames are given back, the others' are counted, and the checkpoint is there."""
+    hang = ["env.kwargs.fault=hang", f"env.kwargs.while_there={tmp_path}", "env.kwargs.where=millpond worker 0"]
+    path, child = tmp_path / "run", command(*hang, "env.kwargs.at=60")
+    wait_for("the other's frames", lambda: learning(path) and int(rows(path)[-1]["frames"]) >= 300)
+    os.killpg(child.pid, signal.SIGINT)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 130, out
+    told = summary(path)
+    assert told["status"] == "stopped"
+    assert told["collected_frames"] == told["written_frames"] >= 300
+    assert read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"] == told["collected_frames"]
+    said = (path / "run.log").read_text()
+    assert re.search(r"worker 0 \(collecting\), process \d+, has been in step\(\) of 'worlds:Corridor-v0' for", said)
+
+
+def test_a_worker_that_hangs_is_replaced_after_the_time_that_is_set(tmp_path: Path):
+    flag = tmp_path / "flag"
+    flag.touch()
+    hang = ["env.kwargs.fault=stall", f"env.kwargs.while_there={flag}", "env.kwargs.where=millpond worker"]
+    outcome = run(tmp_path / "run", *ASYNC, *hang, "env.kwargs.at=30", "total_frames=400", "collect.stall_timeout=3")
+    assert outcome.status == "completed"
+    told = summary(tmp_path / "run")
+    assert told["collected_frames"] == told["written_frames"] == 400
+    assert told["restarts"] <= 1  # 0 where the other worker had the last frames meanwhile
 
 
 @pytest.mark.exhaustive

@@ -18,8 +18,9 @@ class Corridor(gymnasium.Env[Any, Any]):
     """``length`` steps of reward 1, with random observations.
 
     While the file ``while_there`` exists, step number ``at`` of this process commits ``fault``: ``raise``, ``kill``
-    (after removing the file, so that only one process dies), ``hang``, ``interrupt`` (a Ctrl-C), or ``huge`` (a reward
-    that no loss survives). ``where`` restricts that to processes whose name begins so.
+    (after removing the file, so that only one process dies), ``hang``, ``stall`` (which hangs, after removing the
+    file), ``interrupt`` (a Ctrl-C), or ``huge`` (a reward that no loss survives). ``where`` restricts that to processes
+    whose name begins so.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Corridor(gymnasium.Env[Any, Any]):
         if self.fault == "kill":
             self.while_there.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "hang":
+        if self.fault == "stall":
+            self.while_there.unlink(missing_ok=True)
+        if self.fault in ("hang", "stall"):
             time.sleep(600)
         if self.fault == "interrupt":
             self.while_there.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ from millpond.collect.supervision import Supervision, Watch
 from millpond.collect.workers import run
 from millpond.core.errors import WorkerFailed
 from millpond.shm import identity
+from millpond.shm.family import kill_family, start_family
 
 logger = logging.getLogger("millpond.collect")
 _LOOK_S = 0.5  # how often what cannot notify is looked at
@@ -77,6 +77,7 @@ class Seat:
         self.worker, self.line, self.budget = worker, line, budget
         self.process: Any = None
         self.connection: Connection = None  # type: ignore[assignment]  # set with the process
+        self.lifeline: Connection = None  # type: ignore[assignment]  # likewise
         self.mailbox: Mailbox | None = None
         self.deaths: list[str] = []  # why each process that died was replaced, or was not
         self.order: tuple[int, int, int] | None = None  # frames, first, number: to be repeated to the next one
@@ -167,7 +168,8 @@ class Supervisor(Supervision):
             self.fail(f"supervising the workers failed: {problem!r}", cause=problem)
         finally:
             for seat in self.seats:
-                _kill_group(seat)  # all of them, before waiting for any
+                if seat.process is not None:
+                    kill_family(seat.process)  # all of them, before waiting for any
             for seat in self.seats:
                 try:
                     self._clear(seat)
@@ -182,18 +184,19 @@ class Supervisor(Supervision):
         """Start a process for this seat."""
         self._roster.lines[seat.worker].leave(STARTING)
         here, there = self._context.Pipe()
+        theirs, lifeline = self._context.Pipe(duplex=False)
         target = self._context.Process(  # type: ignore[attr-defined]  # every concrete context has it
             target=run,
-            args=(self._specs[seat.worker], identity.me(), there),
+            args=(self._specs[seat.worker], identity.me(), there, theirs),
             name=f"millpond worker {seat.worker}",
             daemon=True,  # a collector that nobody closed must not hold up the end of its process
         )
-        target._config["daemon"] = False  # in the child: so that its environments may have processes of their own
-        target.start()
-        target._config["daemon"] = True
+        start_family(target)
         there.close()
+        theirs.close()
         with self.changed:
-            seat.process, seat.connection, seat.mailbox, seat.posted = target, here, None, []
+            seat.process, seat.connection, seat.lifeline = target, here, lifeline
+            seat.mailbox, seat.posted = None, []
             if seat.order is not None:
                 here.send(("collect", *seat.order))
 
@@ -285,6 +288,7 @@ class Supervisor(Supervision):
         if self._reclaims:
             self._budget.reclaim(seat.line, receipt=self._receipt(seat.line))
         seat.connection.close()
+        seat.lifeline.close()
         seat.process.close()
         with self.changed:
             seat.process, seat.mailbox, seat.posted = None, None, []
@@ -305,7 +309,7 @@ class Supervisor(Supervision):
         process = seat.process
         process.join(0)
         code = process.exitcode
-        _kill_group(seat)
+        kill_family(process)
         if code is None:
             process.join(_KILL_S)
             code = process.exitcode
@@ -315,14 +319,6 @@ class Supervisor(Supervision):
         if code is None or self._lives(seat):
             raise WorkerFailed(f"worker {seat.worker} (process {process.pid}) does not end after SIGKILL")
         return int(code)
-
-
-def _kill_group(seat: Seat) -> None:
-    """Kill the process of this seat, and those that its environments started; or those that it left."""
-    if seat.process is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(seat.process.pid, signal.SIGKILL)
-        seat.process.kill()  # it may not have come so far as to have a group of its own
 
 
 def _open_mailbox(path: Path, form: Format) -> Mailbox:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import signal
 import sys
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +23,11 @@ from millpond.core.errors import BufferClosed
 from millpond.envs.autoreset import Stepper
 from millpond.envs.make import World, make
 from millpond.envs.threads import share_cores
-from millpond.shm import identity
+from millpond.shm.family import belong_to
 from millpond.shm.mapped import map_file
 from millpond.weights import WeightBoard
 
 Duty = Literal["write", "hand_over", "obey"]  # into replay; to the collector, ahead of it; to the collector, when told
-_PR_SET_PDEATHSIG = 1
 _IDLE_SLICE_S, _BUDGET_SLICE_S = 0.1, 0.02
 
 
@@ -88,9 +83,9 @@ class CollectorGone(Exception):
     """The collector hung up, so there is nobody to collect for, or to be told."""
 
 
-def run(spec: bytes, owner: tuple[int, int], connection: Connection) -> None:
+def run(spec: bytes, owner: tuple[int, int], connection: Connection, lifeline: Connection) -> None:
     """The body of a worker process. Whatever ends it badly is told through ``connection`` first."""
-    _belong_to(owner)
+    belong_to(owner, lifeline.fileno())
     torch.set_num_threads(1)
     try:
         import cloudpickle
@@ -102,32 +97,6 @@ def run(spec: bytes, owner: tuple[int, int], connection: Connection) -> None:
         with contextlib.suppress(OSError):
             connection.send(("failed", Failure.of(problem)))
         sys.exit(1)
-
-
-def _belong_to(owner: tuple[int, int]) -> None:
-    """End when the owner does, and leave Ctrl-C to it.
-
-    The process is the leader of a group of its own: so a terminal's Ctrl-C does not reach it, and whoever must kill it
-    can kill the processes that its environments started along with it.
-    """
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _let_go_of_the_fork_server()
-    if sys.platform == "linux":  # the parent is the owner, or the fork server, which ends when the owner does
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    identity.when_gone(*owner, lambda: os.killpg(0, signal.SIGKILL))
-
-
-def _let_go_of_the_fork_server() -> None:
-    """The fork server ends when nobody holds the pipe to it; workers hold it too, as they start, and keep it alive.
-
-    Without them it ends with the owner, and then the kernel ends them, also one that hangs with the GIL held.
-    """
-    server: Any = forkserver._forkserver
-    if getattr(server, "_forkserver_alive_fd", None) is not None:
-        with contextlib.suppress(OSError):
-            os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
 
 
 class Worker:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
-import os
 import pickle
 import signal
 import sys
@@ -23,11 +21,10 @@ from millpond.algos.flat import Shard
 from millpond.core.errors import InvalidArgument, MillpondError
 from millpond.core.schema import Schema
 from millpond.learn.collective import Broken, Collective, FileStore, Store, TCPStore, await_keys, from_bytes
-from millpond.shm import identity
+from millpond.shm.family import belong_to
 
 STEP, SCHEMA, END = 1, 2, 3  # what an order asks for
 TIMES = 3  # seconds of waiting, computing and reducing, before the metrics of a step
-_PR_SET_PDEATHSIG = 1
 MakeAlgorithm = Callable[[str], Any]  # from a device to an algorithm
 
 
@@ -180,10 +177,6 @@ def main() -> None:
 
 def _belong_to(spec: RankSpec) -> None:
     """End with the owner; leave Ctrl-C to it; on SIGUSR1 write where every thread is."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert spec.owner is not None and spec.stacks is not None
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    identity.when_gone(*spec.owner, lambda: os.killpg(0, signal.SIGKILL))
+    belong_to(spec.owner)
     faulthandler.register(signal.SIGUSR1, file=open(spec.stacks, "w"), all_threads=True)  # noqa: SIM115  # kept open

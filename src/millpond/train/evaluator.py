@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing as mp
-import os
 import signal
 import time
 import traceback
@@ -28,6 +27,7 @@ from torch import nn
 from millpond.core.errors import Cancelled, InvalidArgument
 from millpond.core.roles import CancelEvent
 from millpond.shm import identity
+from millpond.shm.family import belong_to, kill_family, start_family
 from millpond.train.assembly import acting_copy
 from millpond.train.evaluation import Episodes, allow_headless_rendering, film, play
 from millpond.train.settings import EnvSettings, EvalSettings
@@ -158,11 +158,13 @@ class Evaluator:
     def _start(self) -> None:
         context = warm_up()
         self._connection, theirs = context.Pipe()
+        read, self._lifeline = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_serve, args=(theirs, self._work), name="millpond-evaluator", daemon=True
+            target=_serve, args=(theirs, read, self._work), name="millpond-evaluator", daemon=True
         )
-        self._process.start()
+        start_family(self._process)
         theirs.close()
+        read.close()
 
     def _receive(self, timeout_s: float) -> Result | None:
         if self._task is None or self._connection is None or self._process is None:
@@ -202,10 +204,10 @@ class Evaluator:
             return
         connection.close()  # which it notices between two steps
         process.join(patience_s)
-        if process.is_alive():
-            process.kill()
-            process.join(_CLOSE_S)
+        kill_family(process)  # also what its environments have left
+        process.join(_CLOSE_S)
         process.close()
+        self._lifeline.close()
 
 
 def _how(exit_code: int | None) -> str:
@@ -217,9 +219,9 @@ def _how(exit_code: int | None) -> str:
 # ---------------------------------------------------------------------- in the process
 
 
-def _serve(connection: Connection, work: _Work) -> None:
+def _serve(connection: Connection, lifeline: Connection, work: _Work) -> None:
     """Work on tasks until the other side closes the connection, or is gone."""
-    _belong_to(work.owner)
+    belong_to(work.owner, lifeline.fileno())
     torch.set_num_threads(1)
     allow_headless_rendering()
     while True:
@@ -231,14 +233,6 @@ def _serve(connection: Connection, work: _Work) -> None:
             connection.send(_evaluate(task, work, connection.poll))
         except (Cancelled, BrokenPipeError):
             return
-
-
-def _belong_to(owner: tuple[int, int]) -> None:
-    """End when the owner does, even while an environment hangs; leave Ctrl-C to it."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    identity.when_gone(*owner, lambda: os.killpg(0, signal.SIGKILL))
 
 
 def _evaluate(task: Task, work: _Work, cancelled: Callable[[], bool]) -> Result:

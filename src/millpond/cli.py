@@ -26,8 +26,32 @@ _USERS = (InvalidArgument, NotShareable, OutOfDisk, OutOfMemory)  # what the use
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run ``millpond WORDS`` and return its exit code."""
-    words = sys.argv[1:] if words is None else words
+    """Run ``millpond WORDS`` and return its exit code. Without ``words``: as the program, whose process this is."""
+    if words is not None:
+        return _main(words)
+    signal.signal(signal.SIGINT, _end_at_once)
+    try:
+        return _main(sys.argv[1:])
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # it ends as it is
+        if "millpond.train.fork_server" in sys.modules:
+            sys.modules["millpond.train.fork_server"].end()
+
+
+def _end_at_once(*_: object) -> None:
+    """For Ctrl-C while modules are imported, which may turn it into anything: nothing was begun."""
+    os.write(2, b"millpond: interrupted\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def _interrupt(*_: object) -> None:
+    """For Ctrl-C while a command runs: it clears up, unless a second one comes."""
+    signal.signal(signal.SIGINT, _end_at_once)
+    raise KeyboardInterrupt
+
+
+def _main(words: Sequence[str]) -> int:
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
         print(_usage(), file=sys.stdout if name else sys.stderr)
@@ -38,7 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _complain("millpond", f"unknown command {name!r}; there are: {', '.join(COMMANDS)}", 2)
     try:
-        return _load(name).main(words[1:])  # type: ignore[no-any-return]
+        command = _load(name)
+        if signal.getsignal(signal.SIGINT) is _end_at_once:
+            signal.signal(signal.SIGINT, _interrupt)
+        return command.main(words[1:])  # type: ignore[no-any-return]
     except _USERS as error:
         return _complain(f"millpond {name}", str(error), 2)
     except MillpondError as error:

@@ -285,3 +285,16 @@ def test_a_setting_out_of_its_bounds_is_named(name: str, config: dict[str, Any])
 def test_actions_need_finite_bounds(bounds: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
     with pytest.raises(InvalidArgument, match="bounds"):
         BoxAction(*bounds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_that_adam_cannot_take_changes_nothing_and_the_largest_number_is_named(name: str):
+    """The loss is finite, and the squares of its gradient are not: Adam would keep infinity for good."""
+    algorithm, batch = make(name), batch_for(name, rows=1)
+    algorithm.update(batch)
+    before = snapshot(algorithm)
+    batch["next", "reward"][0] = 1.2e19
+    with pytest.raises(NonFinite, match=r"gradients .* too large .* 1\.2e\+19, in next\.reward of row 0"):
+        algorithm.update(batch)
+    after = snapshot(algorithm)
+    assert all(torch.equal(before[key], after[key]) for key in before if not key.startswith("generator."))

@@ -69,6 +69,18 @@ def rows(path: Path, *, clock: bool = False) -> list[dict[str, str]]:
     return [{name: cell for name, cell in row.items() if clock or name not in CLOCK} for row in found]
 
 
+def reports(path: Path) -> list[dict[str, str]]:
+    """The rows that come at regular frames, without those of evaluations."""
+    return [row for row in rows(path) if row["optim/steps"]]
+
+
+def evaluations(path: Path) -> list[tuple[int, int]]:
+    """Frames and version of each evaluation, in the order of the rows that tell of them."""
+    found = [row for row in rows(path) if row["eval/frames"]]
+    assert all(row["frames"] == row["eval/frames"] and row["updates"] == row["eval/version"] for row in found)
+    return [(int(row["eval/frames"]), int(row["eval/version"])) for row in found]
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = torch.load(Checkpoints(path / "checkpoints").latest() / "algorithm.pt")
     return found

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from millpond.train.checks import Facts, failed, run_checks
+from millpond.train.exploring import Explored
 
 GOOD = Facts(
     total_frames=1000,
@@ -16,8 +17,7 @@ GOOD = Facts(
     newest_version=880,
     learnable_frames=900,
     batch_size=64,
-    exploration=0.3,
-    action_std=0.5,
+    explored=Explored(rows=100, differing=99, expected=99.5),
     batch_sizes_seen={64: 900},
 )
 
@@ -39,8 +39,9 @@ def test_a_good_run_passes_and_says_by_which_numbers():
         ({"published_version": 899}, "weights_published"),
         ({"newest_version": 0}, "policy_reached_replay"),
         ({"batch_sizes_seen": {64: 899, 63: 1}}, "batch_shape"),
-        ({"exploration": 0.0}, "policy_explores"),
-        ({"action_std": 0.0}, "policy_explores"),
+        ({"explored": Explored(rows=100, differing=0, expected=89.0)}, "policy_explores"),
+        ({"explored": Explored(rows=2000, differing=0, expected=50.0)}, "policy_explores"),
+        ({"explored": Explored(rows=2000, differing=1000, expected=1900.0)}, "policy_explores"),
     ],
 )
 def test_each_fault_fails_its_own_check_and_no_other(change: dict[str, Any], name: str):

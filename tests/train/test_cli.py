@@ -181,6 +181,6 @@ def test_train_then_eval_then_load(elsewhere: Path, capsys: pytest.CaptureFixtur
 
 SUMMARY_KEYS = (
     "status algorithm env total_frames collected_frames written_frames write_count optimizer_steps published_version"
-    " eval_return_first eval_return_last wall_s frames_per_s updates_per_s restarts peak_rss_mb checks command"
+    " eval_return_first eval_return_last wall_s frames_per_s updates_per_s restarts peak_rss_mb checks changes command"
     " git_commit versions"
 ).split()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millpond.core.errors import InvalidArgument, InvalidType
-from millpond.train.compose import describe_settings, save_settings, settings_from_overrides
+from millpond.train.compose import changed_settings, describe_settings, save_settings, settings_from_overrides
 from millpond.train.settings import Settings
 
 
@@ -102,8 +102,14 @@ def test_saved_settings_come_back_and_may_be_changed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["algorithm=sac"], "algorithm cannot change"),
+        (["algorithm=dqn"], "algorithm.name cannot change"),
+        (["algorithm.hidden=[8]"], "algorithm.hidden cannot change"),
+        (["algorithm.initial_alpha=2"], "algorithm.initial_alpha cannot change"),
         (["env=Hopper-v5"], "env.id cannot change"),
+        (["execution.mode=sync"], "execution.mode cannot change"),
+        (["seed=3"], "seed cannot change"),
+        (["replay.capacity=5000"], "replay.capacity cannot change"),
+        (["profile=demo"], "profile cannot change"),
         (["replay.capacty=3"], "did you mean replay.capacity?"),
     ],
 )
@@ -112,6 +118,23 @@ def test_what_a_resumed_run_cannot_change(tmp_path: Path, words: list[str], said
     with pytest.raises(InvalidArgument) as caught:
         settings_from_overrides([f"resume={tmp_path}", *words])
     assert said in str(caught.value)
+
+
+def test_a_resumed_run_may_be_given_the_settings_that_it_has_and_others_that_can_change(tmp_path: Path):
+    save_settings(settings_from_overrides(["seed=4"]), tmp_path / "config.yaml")
+    same = ["algorithm=sac", "env=Pendulum-v1", "seed=4", "algorithm.hidden=[256,256]", "execution=local"]
+    again = settings_from_overrides([f"resume={tmp_path}", *same, "algorithm.actor_lr=1e-5", "eval.episodes=3"])
+    assert changed_settings(tmp_path / "config.yaml", again) == {
+        "algorithm.actor_lr": (3e-4, 1e-5),
+        "eval.episodes": (10, 3),
+    }
+
+
+def test_settings_that_were_saved_before_there_was_one_more_are_read(tmp_path: Path):
+    save_settings(settings_from_overrides([]), tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(text.replace("  every_s: 300.0\n", ""))
+    assert settings_from_overrides([f"resume={tmp_path}"]).checkpoint.every_s == 300.0
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "env: 3"])

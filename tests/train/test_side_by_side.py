@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SMALL, resume, rows, run, summary
+from runs import SMALL, reports, resume, rows, run, summary
 
 from millpond.shm.reaper import reap
 from millpond.train.run_state import Checkpoints, read_checkpoint
@@ -34,10 +34,10 @@ def test_exact_counts_and_the_replay_ratio(tmp_path: Path):
     assert told["restarts"] == 0
     debt = outcome.settings.max_debt
     assert debt is not None
-    for row in rows(tmp_path / "run"):
+    for row in reports(tmp_path / "run"):
         owed = 4 * max(0, int(row["replay/write_count"]) - 20) - int(row["replay/samples_returned"])
         assert 0 <= owed <= debt
-    assert float(rows(tmp_path / "run")[-1]["replay/samples_per_insert"]) == pytest.approx(4.0, rel=0.01)
+    assert float(reports(tmp_path / "run")[-1]["replay/samples_per_insert"]) == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_killed_worker_is_replaced_and_every_frame_counts(tmp_path: Path):
@@ -51,7 +51,7 @@ def test_a_killed_worker_is_replaced_and_every_frame_counts(tmp_path: Path):
     assert told["collected_frames"] == told["written_frames"] == 301
     assert told["optimizer_steps"] == 281
     assert told["restarts"] == 1
-    assert rows(tmp_path / "run")[-1]["collect/restarts"] == "1"
+    assert reports(tmp_path / "run")[-1]["collect/restarts"] == "1"
     assert "was killed by SIGKILL; restart 1 of 3" in (tmp_path / "run" / "run.log").read_text()
 
 
@@ -84,7 +84,7 @@ def test_evaluations_that_are_due_while_one_runs_are_skipped_and_counted(tmp_pat
     words = ["env.kwargs.fault=hang", f"env.kwargs.while_there={flag}", "env.kwargs.where=millpond-evaluator"]
     outcome = run(tmp_path / "run", *ASYNC, *words, "eval.interval_frames=10", "eval.timeout=1")
     assert outcome.status == "completed"
-    last = rows(tmp_path / "run")[-1]
+    last = reports(tmp_path / "run")[-1]
     assert int(last["eval/skipped"]) >= 1
     assert int(last["eval/failed"]) >= 1
 
@@ -148,9 +148,10 @@ def test_ctrl_c_once_saves_a_checkpoint_and_ends_cleanly(tmp_path: Path, command
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "stopping: saving a checkpoint" in out
+    assert f"millpond train resume={path}" in out
     assert "Traceback" not in out
     told = summary(path)
-    assert told["status"] == "stopped"
+    assert told["status"] == "interrupted"
     assert told["collected_frames"] == told["written_frames"] > 20
     assert read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"] == told["collected_frames"]
     assert resume(path, f"total_frames={told['collected_frames'] + 100}").status == "completed"

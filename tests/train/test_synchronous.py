@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from runs import SMALL, Silent, resume, rows, run, same, summary, weights
+from runs import SMALL, Silent, evaluations, reports, resume, rows, run, same, summary, weights
 
 from millpond.core.errors import CheckpointError, InvalidArgument
 from millpond.replay import ReplayBuffer
@@ -45,40 +44,6 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: 
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
-def test_a_killed_run_resumes_bitwise_from_its_last_checkpoint(tmp_path: Path):
-    """ckpt-1"""
-    words = [*SYNC, "env=Pendulum-v1", "checkpoint.interval_frames=50", "checkpoint.keep=9", "eval.interval_frames=40"]
-    assert run(tmp_path / "whole", *words).status == "completed"
-    checkpoints = Checkpoints(tmp_path / "whole" / "checkpoints").all()
-    assert [path.name for path in checkpoints] == [f"{f:012d}-{f - 20:012d}" for f in (50, 100, 120)]
-
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # as a SIGKILL at frame 60 would have left it
-    for path in Checkpoints(tmp_path / "killed" / "checkpoints").all()[1:]:
-        shutil.rmtree(path)
-    assert resume(tmp_path / "killed").status == "completed"
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
-    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
-    for name in ("optimizer_steps", "collected_frames", "eval_return_first", "eval_return_last"):
-        assert summary(tmp_path / "whole")[name] == summary(tmp_path / "killed")[name]
-
-
-def test_a_run_stopped_by_ctrl_c_resumes_as_if_it_had_saved_there(tmp_path: Path):
-    """proc-7, ckpt-1"""
-    flag = tmp_path / "flag"
-    words = [*SYNC, "env.kwargs.fault=interrupt", f"env.kwargs.while_there={flag}", "env.kwargs.at=56"]
-    words.append("total_frames=113")
-    assert run(tmp_path / "whole", *words, "checkpoint.interval_frames=57").status == "completed"
-
-    flag.write_text("")
-    stopped = run(tmp_path / "stopped", *words)
-    assert (stopped.status, stopped.exit_code) == ("stopped", 130)
-    told = summary(tmp_path / "stopped")
-    assert told["collected_frames"] == told["written_frames"] == 57
-    assert all(check["ok"] for check in told["checks"].values())
-    assert resume(tmp_path / "stopped").status == "completed"
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
-
-
 def test_a_run_stopped_before_its_first_frame_can_be_resumed(tmp_path: Path):
     """proc-7"""
     settings = settings_from_overrides([*SMALL, *SYNC, f"run_dir={tmp_path / 'run'}"])
@@ -96,7 +61,8 @@ def test_a_completed_run_can_be_made_longer(tmp_path: Path):
     told = summary(tmp_path / "run")
     assert told["collected_frames"] == 150
     assert told["optimizer_steps"] == 130
-    assert [int(row["frames"]) for row in rows(tmp_path / "run")][-3:] == [130, 140, 150]
+    assert [int(row["frames"]) for row in reports(tmp_path / "run")][-4:] == [120, 130, 140, 150]
+    assert evaluations(tmp_path / "run") == [(0, 0), (120, 100), (150, 130)]
 
 
 def test_what_cannot_be_resumed_says_why_and_changes_nothing(tmp_path: Path):
@@ -141,17 +107,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_named(tmp_path: Path):
     assert "loss/critic" in told["error"]
 
 
-def test_a_collector_that_stops_exploring_fails_the_run(tmp_path: Path):
-    words = ["algorithm=dqn", "env.kwargs.discrete=true", "algorithm.epsilon_start=0", "algorithm.epsilon_end=0"]
-    outcome = run(tmp_path / "run", *SYNC, *words)
-    assert outcome.exit_code == 1
-    assert outcome.problem is not None
-    assert "policy_explores: the collection policy became deterministic" in outcome.problem
-    told = summary(tmp_path / "run")
-    assert told["error_type"] == "RunFailed"
-    assert [name for name, check in told["checks"].items() if not check["ok"]] == ["policy_explores"]
-
-
 def test_training_goes_on_when_evaluations_fail(tmp_path: Path):
     """rem-10"""
     words = ["env.kwargs.fault=raise", f"env.kwargs.while_there={tmp_path}", "env.kwargs.where=millpond-evaluator"]
@@ -168,8 +123,7 @@ def test_training_goes_on_when_evaluations_fail(tmp_path: Path):
 
 def test_before_and_after_are_evaluated_on_the_first_and_on_the_final_weights(tmp_path: Path):
     run(tmp_path / "run", *SYNC, "env=Pendulum-v1", "eval.max_steps=50", "eval.interval_frames=60")
-    versions = [(row["eval/frames"], row["eval/version"]) for row in rows(tmp_path / "run") if row["eval/frames"]]
-    assert versions == [("0", "0"), ("60", "40"), ("120", "100")]
+    assert evaluations(tmp_path / "run") == [(0, 0), (60, 40), (120, 100)]
     told = summary(tmp_path / "run")
     means = [row["eval/return_mean"] for row in rows(tmp_path / "run") if row["eval/frames"]]
     assert [float(means[0]), float(means[-1])] == [told["eval_return_first"], told["eval_return_last"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -17,10 +18,10 @@ from gymnasium import spaces
 class Corridor(gymnasium.Env[Any, Any]):
     """``length`` steps of reward 1, with random observations.
 
-    While the file ``while_there`` exists, step number ``at`` of this process commits ``fault``: ``raise``, ``kill``
-    (after removing the file, so that only one process dies), ``hang``, ``stall`` (which hangs, after removing the
-    file), ``interrupt`` (a Ctrl-C), or ``huge`` (a reward that no loss survives). ``where`` restricts that to processes
-    whose name begins so.
+    While the file ``while_there`` exists, the ``for_steps`` steps after number ``at`` commit ``fault``: ``raise``,
+    ``kill`` (after removing the file, so that only one process dies), ``hang``, ``stall`` (which hangs, after removing
+    the file), ``huge`` (a reward that no loss survives), ``nan_reward``, or ``nan_observation``. ``where`` restricts
+    that to processes whose name begins so.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Corridor(gymnasium.Env[Any, Any]):
         fault: str = "none",
         while_there: str = "/",
         at: int = 0,
+        for_steps: int = 10**9,
         where: str = "",
         length: int = 10,
         discrete: bool = False,
@@ -36,7 +38,7 @@ class Corridor(gymnasium.Env[Any, Any]):
         self.observation_space = spaces.Box(-1, 1, (3,), np.float32)
         self.action_space = spaces.Discrete(2) if discrete else spaces.Box(-1, 1, (1,), np.float32)
         self.fault, self.while_there, self.fault_at, self.where = fault, Path(while_there), at, where
-        self.length, self.at, self.steps = length, 0, 0
+        self.for_steps, self.length, self.at, self.steps = for_steps, length, 0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -47,9 +49,11 @@ class Corridor(gymnasium.Env[Any, Any]):
         self.at += 1
         self.steps += 1
         reward = 1.0
-        if self.steps > self.fault_at and self._here() and self.while_there.exists():
+        if 0 < self.steps - self.fault_at <= self.for_steps and self._here() and self.while_there.exists():
             reward = self._commit()
         observation = self.np_random.uniform(-1, 1, 3).astype(np.float32)
+        if math.isinf(reward):
+            observation[1], reward = math.nan, 1.0
         return observation, reward, self.at >= self.length, False, {}
 
     def _here(self) -> bool:
@@ -65,10 +69,7 @@ class Corridor(gymnasium.Env[Any, Any]):
             self.while_there.unlink(missing_ok=True)
         if self.fault in ("hang", "stall"):
             time.sleep(600)
-        if self.fault == "interrupt":
-            self.while_there.unlink(missing_ok=True)
-            os.kill(os.getpid(), signal.SIGINT)
-        return 1e30 if self.fault == "huge" else 1.0
+        return {"huge": 1e30, "nan_reward": math.nan, "nan_observation": math.inf}.get(self.fault, 1.0)
 
 
 class Strange(Corridor):

@@ -25,7 +25,14 @@ from millpond.algos.exploration import GaussianNoise, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
 from millpond.algos.nets import MLP, ActionScale, box_action
 from millpond.algos.settings import check_common, check_positive
-from millpond.algos.transitions import Transitions, per_item, read_transitions, refuse_non_finite, weighted_mean
+from millpond.algos.transitions import (
+    Transitions,
+    per_item,
+    read_transitions,
+    refuse_huge_gradients,
+    refuse_non_finite,
+    weighted_mean,
+)
 from millpond.core.spec import EnvSpec
 
 
@@ -106,7 +113,7 @@ class DDPG:
         refuse_non_finite(loss, parts, batch, step=self.steps)
         # The critic is frozen in the actor's loss, so one backward pass serves both networks.
         loss.backward()
-        self._apply()
+        self._apply(batch)
         return {
             **parts,
             "value/q": q.detach().mean(),
@@ -126,10 +133,11 @@ class DDPG:
         return q.squeeze(-1)
 
     @torch.no_grad()
-    def _apply(self) -> None:
+    def _apply(self, batch: TensorDictBase) -> None:
         pairs = ((self.critic_adam, self.critic_target), (self.actor_adam, self.actor_target))
         for adam, _ in pairs:  # all, before any changes: ranks step together or not at all
             self.shard.reduce_gradients(adam.gradients)
+        refuse_huge_gradients([adam.gradients for adam, _ in pairs], batch, step=self.steps)
         for adam, target in pairs:
             adam.step()
             target.values.lerp_(adam.values, self.config.tau)

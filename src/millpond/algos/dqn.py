@@ -26,7 +26,14 @@ from millpond.algos.exploration import EpsilonGreedy, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
 from millpond.algos.nets import MLP
 from millpond.algos.settings import check_between, check_common, check_positive
-from millpond.algos.transitions import Transitions, per_item, read_transitions, refuse_non_finite, weighted_mean
+from millpond.algos.transitions import (
+    Transitions,
+    per_item,
+    read_transitions,
+    refuse_huge_gradients,
+    refuse_non_finite,
+    weighted_mean,
+)
 from millpond.core.errors import InvalidArgument
 from millpond.core.spec import DiscreteAction, EnvSpec
 
@@ -107,7 +114,7 @@ class DQN:
         value = loss.detach()
         refuse_non_finite(value, {"loss/q": value}, batch, step=self.steps)
         loss.backward()
-        self._apply()
+        self._apply(batch)
         q = q.detach()
         return {
             "loss/q": value,
@@ -129,8 +136,9 @@ class DQN:
         return t.reward + t.discount * next_value
 
     @torch.no_grad()
-    def _apply(self) -> None:
+    def _apply(self, batch: TensorDictBase) -> None:
         self.shard.reduce_gradients(self.adam.gradients)
+        refuse_huge_gradients([self.adam.gradients], batch, step=self.steps)
         self.adam.step()
         self.steps += 1
         if self.steps % self.config.target_interval == 0:

@@ -30,7 +30,14 @@ from millpond.algos.exploration import Policy, normal_noise
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
 from millpond.algos.nets import MLP, ActionScale, box_action
 from millpond.algos.settings import check_common, check_positive
-from millpond.algos.transitions import Transitions, per_item, read_transitions, refuse_non_finite, weighted_mean
+from millpond.algos.transitions import (
+    Transitions,
+    per_item,
+    read_transitions,
+    refuse_huge_gradients,
+    refuse_non_finite,
+    weighted_mean,
+)
 from millpond.core.spec import EnvSpec
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
@@ -159,7 +166,7 @@ class SAC:
         refuse_non_finite(loss, parts, batch, step=self.steps)
         # The critics are frozen in the actor's loss, so one backward pass serves both networks.
         loss.backward()
-        self._apply()
+        self._apply(batch)
         return {
             **parts,
             "value/q": q[0].detach().mean(),
@@ -182,9 +189,10 @@ class SAC:
         return q.squeeze(-1)
 
     @torch.no_grad()
-    def _apply(self) -> None:
+    def _apply(self, batch: TensorDictBase) -> None:
         for adam in (self.critic_adam, self.actor_adam):  # all, before any changes: ranks step together or not at all
             self.shard.reduce_gradients(adam.gradients)
+        refuse_huge_gradients([self.critic_adam.gradients, self.actor_adam.gradients], batch, step=self.steps)
         self.critic_adam.step()
         self.actor_adam.step()
         self.target.values.lerp_(self.critic_adam.values, self.config.tau)

@@ -24,7 +24,14 @@ from millpond.algos.exploration import GaussianNoise, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
 from millpond.algos.nets import MLP, ActionScale, box_action
 from millpond.algos.settings import check_common, check_positive
-from millpond.algos.transitions import Transitions, per_item, read_transitions, refuse_non_finite, weighted_mean
+from millpond.algos.transitions import (
+    Transitions,
+    per_item,
+    read_transitions,
+    refuse_huge_gradients,
+    refuse_non_finite,
+    weighted_mean,
+)
 from millpond.core.spec import EnvSpec
 
 
@@ -119,7 +126,7 @@ class TD3:
         refuse_non_finite(loss, parts, batch, step=self.steps)
         # The critics are frozen in the actor's loss, so one backward pass serves both networks.
         loss.backward()
-        self._apply(actor_too)
+        self._apply(actor_too, batch)
         return {
             **parts,
             "value/q": q[0].detach().mean(),
@@ -141,12 +148,13 @@ class TD3:
         return q.squeeze(-1)
 
     @torch.no_grad()
-    def _apply(self, actor_too: bool) -> None:
-        self.shard.reduce_gradients(self.critic_adam.gradients)
-        if actor_too:  # before anything changes: ranks step together or not at all
-            self.shard.reduce_gradients(self.actor_adam.gradients)
-            self.actor_adam.step()
-        self.critic_adam.step()
+    def _apply(self, actor_too: bool, batch: TensorDictBase) -> None:
+        adams = [self.critic_adam, self.actor_adam] if actor_too else [self.critic_adam]
+        for adam in adams:  # all, before any changes: ranks step together or not at all
+            self.shard.reduce_gradients(adam.gradients)
+        refuse_huge_gradients([adam.gradients for adam in adams], batch, step=self.steps)
+        for adam in adams:
+            adam.step()
         if actor_too:
             self.critic_target.values.lerp_(self.critic_adam.values, self.config.tau)
             self.actor_target.values.lerp_(self.actor_adam.values, self.config.tau)

@@ -6,6 +6,7 @@ Everything here is float32, also under autocast: a discount of 0.99 in bfloat16 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,3 +113,28 @@ def _blame(batch: TensorDictBase) -> str:
             name = key if isinstance(key, str) else ".".join(key)
             return f"In the batch, {name} at {where} is {value[tuple(where)].item():g}: row {where[0]}{slot}."
     return "Every field of the batch is finite: the parameters have diverged; try a smaller learning rate."
+
+
+def refuse_huge_gradients(gradients: Sequence[Tensor], batch: TensorDictBase, *, step: int) -> None:
+    """Return if Adam can take these flat gradients: their squares must be finite. Call it before the parameters change.
+
+    Raises:
+        NonFinite: it cannot; the message names the largest number of the batch.
+    """
+    if math.isfinite(sum(torch.dot(each, each) for each in gradients).item()):  # type: ignore[union-attr]
+        return
+    raise NonFinite(
+        f"update {step}: the gradients are not finite, or too large for float32; parameters were left as they are."
+        f" {_largest(batch)}"
+    )
+
+
+def _largest(batch: TensorDictBase) -> str:
+    largest, told = -1.0, "The batch has no numbers."
+    for key in batch.keys(include_nested=True, leaves_only=True):
+        value = batch.get(key)
+        if value.is_floating_point() and value.numel() and (most := value.abs().amax().item()) > largest:
+            row = int(value.abs().reshape(len(value), -1).amax(1).argmax())
+            name = key if isinstance(key, str) else ".".join(key)
+            largest, told = most, f"The largest number in the batch is {most:g}, in {name} of row {row}."
+    return told

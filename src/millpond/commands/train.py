@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from millpond.train.compose import describe_settings, settings_from_overrides
 from millpond.train.progress import make_progress
@@ -15,7 +17,8 @@ HELP = """\
 usage: millpond train [NAME=VALUE …]
 
 Trains a policy and writes a run directory: config.yaml, metrics.csv, TensorBoard events, checkpoints, summary.json and
-report.html, a page with the curves. Ctrl-C once stops with a checkpoint, twice stops at once.
+report.html, a page with the curves. Ctrl-C once stops with a checkpoint, twice stops at once. Checkpoints are also
+written every few minutes, and when a run fails: `resume=` goes on from the newest.
 
   millpond train profile=demo                   a policy learns to balance, in two minutes
   millpond train algorithm=sac env=Hopper-v5 total_frames=200000
@@ -41,10 +44,18 @@ def main(words: Sequence[str]) -> int:
     progress = make_progress()
     with StopSignal(say=progress.say) as stop:
         outcome = train(settings, stop=stop, progress=progress, command=shlex.join(["millpond", "train", *words]))
-    print(closing_words(outcome))
-    if outcome.problem:
-        print(f"millpond train: {outcome.problem}", file=sys.stderr)
+        _say(closing_words(outcome), sys.stdout)
+        if outcome.problem:
+            _say(f"millpond train: {outcome.problem}", sys.stderr)
     return outcome.exit_code
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """To a terminal that may be closed since."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is flushed when the program ends
 
 
 def closing_words(outcome: Outcome) -> str:
@@ -58,6 +69,8 @@ def closing_words(outcome: Outcome) -> str:
         f"evaluation return   before {_number(first)}   after {_number(last)}",
         f"curves              {outcome.run.report}",
     ]
+    if outcome.resumable:
+        lines.append(f"continue            millpond train resume={shlex.quote(str(outcome.run.path))}")
     return "\n".join(lines)
 
 

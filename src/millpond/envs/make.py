@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,10 @@ from millpond.envs.backends import EnvPoolEnv, backend_of, check_backend
 from millpond.envs.catalogue import make_batched
 
 World = VectorEnv[Any, Any, Any]
+
+_SAVED = {  # what can be saved, in place of what cannot
+    "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv": "millpond.envs.cartpole:SavedCartPole"
+}
 
 
 def make(
@@ -137,7 +142,8 @@ def _from_id(env_id: str, num_envs: int, kwargs: dict[str, Any]) -> World:
             if batched is not None:
                 return batched
         if spec.vector_entry_point is not None and not kwargs:  # it may not take what one environment takes
-            return gymnasium.make_vec(env_id, num_envs=num_envs)
+            entry = _SAVED.get(str(spec.vector_entry_point), spec.vector_entry_point)
+            return gymnasium.make_vec(dataclasses.replace(spec, vector_entry_point=entry), num_envs=num_envs)
         return _one_by_one([gymnasium.make(env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)])
     except (gymnasium.error.Error, ImportError) as problem:
         hint = "; pip install 'millpond[train]' brings MuJoCo" if "mujoco" in str(problem).lower() else ""

@@ -101,6 +101,8 @@ class Parts:
     budget: FrameBudget | None = None
     statistics: RunningStatistics | None = None
     """What all environments have shown, where observations are normalised."""
+    lives: int = 1
+    """Of the collector: this one, and those that earlier parts of the run had."""
     _closing: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -123,8 +125,7 @@ class Parts:
 
     # ------------------------------------------------------------------ collecting
     def collect(self, state: dict[str, Any] | None = None) -> None:
-        """Make the collector, or replace it by one that goes on from ``state``. It starts when it is first used."""
-        self.stop_collecting()
+        """Make the collector, one that goes on from ``state`` where that is given. It starts when it is first used."""
         settings = self.settings
         budget = self.budget = FrameBudget(settings.total_frames)
         arguments: dict[str, Any] = {
@@ -153,6 +154,7 @@ class Parts:
                 )
             if state is not None:
                 self.collector.load_state_dict(state)
+                self.lives = max(state["lives"], default=0) + 1
         except BaseException:
             self.stop_collecting()
             raise

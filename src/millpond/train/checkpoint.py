@@ -9,24 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import CheckpointError
+from millpond.core.errors import CheckpointError, NonFinite
 from millpond.core.spec import BoxAction, DiscreteAction, EnvSpec, ObservationField
 from millpond.train.assembly import Parts
 from millpond.train.run_state import read_checkpoint
 
-ALGORITHM, COLLECTOR, REPLAY = "algorithm.pt", "collector.pt", "replay.millpond"
+ALGORITHM, COLLECTOR, METER, REPLAY = "algorithm.pt", "collector.pt", "meter.pt", "replay.millpond"
 
 
-def write_parts(folder: Path, parts: Parts, collector_state: dict[str, Any]) -> None:
-    """Write the parts of a run into an empty folder. The replay, where it is wanted, comes last: it is the largest."""
-    torch.save(parts.algorithm.state_dict(), folder / ALGORITHM)
+def write_parts(folder: Path, parts: Parts, collector_state: dict[str, Any], meter_state: dict[str, Any]) -> None:
+    """Write the parts of a run into an empty folder. The replay, where it is wanted, comes last: it is the largest.
+
+    Raises:
+        NonFinite: a weight, or something else that updates go on from, is not finite. Nothing was written.
+    """
+    learned = parts.algorithm.state_dict()
+    for name, value in learned.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise NonFinite(f"{name} is not finite after {parts.algorithm.steps} updates: the parameters have diverged")
+    torch.save(learned, folder / ALGORITHM)
     torch.save(_to_tensors(collector_state), folder / COLLECTOR)
+    torch.save(meter_state, folder / METER)
     if parts.settings.checkpoint.replay:
         parts.replay.dumps(folder / REPLAY)
 
 
 def read_parts(path: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a checkpoint into fresh parts. Returns its ``run.json`` and the state that the collector goes on from.
+    """Put a checkpoint into fresh parts, and make their collector. Returns its ``run.json`` and the state of the meter.
 
     Raises:
         CheckpointError: it is damaged, does not fit these settings, or was saved without its replay.
@@ -36,10 +45,12 @@ def read_parts(path: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]
         raise CheckpointError(
             f"{path} holds no replay (checkpoint.replay=false): it can be evaluated, but training cannot go on from it"
         )
-    algorithm, collector = load_tensors(path / ALGORITHM), load_tensors(path / COLLECTOR)
+    algorithm, collector, meter = (load_tensors(path / name) for name in (ALGORITHM, COLLECTOR, METER))
     parts.replay.loads(path / REPLAY)
     parts.algorithm.load_state_dict(algorithm)
-    return state, _to_arrays(collector)
+    parts.collect(_to_arrays(collector) if state["frames"] else None)  # before the first frame nothing has begun
+    parts.algorithm.load_state_dict(algorithm)  # again: a collector seeds the noise of the policy that it is given
+    return state, meter
 
 
 def load_tensors(path: Path) -> Any:

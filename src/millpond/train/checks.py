@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from millpond.train.exploring import Explored
+
+_RARE = 1e-9  # a check that judges by chance fails a good run less often than this
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -18,9 +22,8 @@ class Check:
 class Facts:
     """What is known when a run ends. Frames are transitions; versions and steps count optimizer steps.
 
-    ``newest_version`` is the highest policy version seen in replay, ``exploration`` how far two actions of the
-    collection policy for the same observation differ on average (0: it became deterministic), ``learnable_frames``
-    how many frames could at the latest still carry a newer version than 0.
+    ``newest_version`` is the highest policy version seen in replay, ``learnable_frames`` how many frames must carry a
+    newer version than 0 if all is well.
     """
 
     total_frames: int
@@ -31,8 +34,7 @@ class Facts:
     newest_version: int
     learnable_frames: int
     batch_size: int
-    exploration: float
-    action_std: float
+    explored: Explored = field(default_factory=Explored)
     complete: bool = True
     batch_sizes_seen: Mapping[int, int] = field(default_factory=dict)
     not_finite: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +74,7 @@ def failed(checks: Mapping[str, Check]) -> list[str]:
 
 def _metrics_finite(facts: Facts) -> Check:
     if not facts.not_finite:
-        return Check(True, "every reported number is finite")
+        return Check(True, "losses, values and counters are finite")
     found = ", ".join(f"{name} (first at frame {frame})" for name, frame in sorted(facts.not_finite.items()))
     return Check(False, f"not finite: {found}")
 
@@ -81,7 +83,7 @@ def _policy_reached_replay(facts: Facts) -> Check:
     if facts.newest_version > 0:
         return Check(True, f"newest policy version in replay: {facts.newest_version}")
     if facts.learnable_frames <= 0:
-        return Check(True, "no frame was left to collect when the first updated policy was published")
+        return Check(True, "no frame of a policy was left to collect when the first updated one was published")
     return Check(False, f"replay holds only frames of the first policy, after {facts.optimizer_steps} optimizer steps")
 
 
@@ -94,9 +96,12 @@ def _batch_shape(facts: Facts) -> Check:
 
 
 def _policy_explores(facts: Facts) -> Check:
-    detail = f"two actions for one observation differ by {facts.exploration:.3g} on average"
-    if facts.exploration <= 0:
-        return Check(False, f"the collection policy became deterministic: {detail}")
-    if facts.action_std <= 0:
-        return Check(False, "the collection policy became deterministic: all actions in replay are the same")
-    return Check(True, f"{detail}; standard deviation of the actions in replay {facts.action_std:.3g}")
+    """Random actions, made without a policy, are not judged; nor is a run whose settings ask for too few to judge."""
+    explored = facts.explored
+    detail = (
+        f"of {explored.rows} actions in replay {explored.differing} differ from the deterministic ones of the policy"
+        f" versions that made them; {explored.expected:.3g} were to be expected"
+    )
+    if explored.chance < _RARE:
+        return Check(False, f"the collectors do not explore as they should: {detail}")
+    return Check(True, detail)

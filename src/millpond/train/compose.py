@@ -28,15 +28,18 @@ with extra("train"):
 _GROUPS = ("algorithm", "execution", "logger", "profile")
 # What a resumed run cannot change: its checkpoint would mean something else.
 _FIXED = (
-    *("algorithm", "env", "execution", "profile", "seed", "normalize_observations"),
-    *("run_dir", "replay.capacity", "replay.layout"),
+    *("algorithm.name", "algorithm.hidden", "algorithm.initial_alpha", "env", "execution", "seed"),
+    *("normalize_observations", "run_dir", "replay.capacity", "replay.layout"),
 )
+_NOT_COMPARED = ("resume", "run_dir", "dry_run")
 
 
 def settings_from_overrides(overrides: Sequence[str]) -> Settings:
     """Settings from words such as ``algorithm=dqn env=CartPole-v1 replay.batch_size=64``; the rest are defaults.
 
-    ``resume=DIR`` starts from that run's settings instead; the other words change them.
+    ``resume=DIR`` starts from that run's settings instead; the other words change them. What its checkpoints depend on
+    cannot be changed: the environment, the algorithm and the sizes of its networks, the seed, how the run is executed,
+    ``normalize_observations``, ``replay.capacity`` and ``replay.layout``.
 
     Raises:
         InvalidArgument: an unknown setting (with the closest known one), a value that does not fit, or a word that is
@@ -140,14 +143,37 @@ def _saved(run: Path, overrides: Sequence[Override]) -> DictConfig:
         raise InvalidArgument(f"resume={run}: {path} holds no settings")
     OmegaConf.set_struct(config, True)
     for override in overrides:
-        name = override.key_or_group
-        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED) or name in _GROUPS:
+        name, value = override.key_or_group, override.value()
+        name = f"{name}.name" if name in ("algorithm", "execution") and isinstance(value, str) else name
+        fixed = name in _GROUPS or any(name == one or name.startswith(f"{one}.") for one in _FIXED)
+        if fixed and (name in _GROUPS or OmegaConf.select(config, name) != value):
             raise InvalidArgument(f"{name} cannot change when a run is resumed: start a new run instead")
         try:
-            OmegaConf.update(config, name, override.value(), force_add=override.is_force_add())
+            OmegaConf.update(config, name, value, force_add=override.is_force_add())
         except OmegaConfBaseException:
             raise InvalidArgument(_unknown(name, config)) from None
     return config
+
+
+def changed_settings(path: Path, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """What differs from the saved settings at ``path``: the saved value and the new one, by name.
+
+    Raises:
+        InvalidArgument: there is no such file, or it does not hold settings.
+    """
+    before, now = (_flat(each.to_dict(), "") for each in (settings_from_file(path), settings))
+    return {
+        name: (before.get(name), now.get(name))
+        for name in sorted({*before, *now} - set(_NOT_COMPARED))
+        if before.get(name) != now.get(name)
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _explain(error: Exception, words: list[str]) -> str:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing as mp
 import signal
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from millpond.core.errors import Cancelled, InvalidArgument
 from millpond.core.roles import CancelEvent
 from millpond.shm import identity
 from millpond.shm.family import belong_to, kill_family, start_family
+from millpond.train import fork_server
 from millpond.train.assembly import acting_copy
 from millpond.train.evaluation import Episodes, allow_headless_rendering, film, play
 from millpond.train.settings import EnvSettings, EvalSettings
@@ -35,24 +33,16 @@ from millpond.weights import WeightBoard
 
 logger = logging.getLogger("millpond.train")
 _CLOSE_S = 5.0
-_PRELOAD = ["millpond.train.evaluator", "millpond.collect.workers"]
-
-
-def warm_up() -> ForkServerContext:
-    """Let the process that others are forked from import what they need, which takes seconds; returns at once."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()
-    return context
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one evaluation shall do. ``film`` is where a video goes, None for none."""
+    """What one evaluation shall do: of which weights, and how old the run was then. ``film`` is where a video goes."""
 
     frames: int
     version: int
     film: Path | None = None
+    wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +107,20 @@ class Evaluator:
         return self._task is not None
 
     @property
+    def task(self) -> Task | None:
+        """What it is working on."""
+        return self._task
+
+    @property
     def pid(self) -> int | None:
         """Of the process, where one is running."""
         return self._process.pid if self._process is not None else None
 
     def submit(self, task: Task) -> bool:
         """Take a snapshot and start on it; False, and counted as skipped, where the last one is not done yet."""
-        if self.busy:
+        if self._task is not None:
             self.skipped += 1
+            logger.info("no evaluation at frame %d: that of frame %d is not done", task.frames, self._task.frames)
             return False
         if task.version > self._board.version:
             self._board.publish(self._policy, task.version)
@@ -156,15 +152,16 @@ class Evaluator:
 
     # ------------------------------------------------------------------ the process
     def _start(self) -> None:
-        context = warm_up()
-        self._connection, theirs = context.Pipe()
-        read, self._lifeline = context.Pipe(duplex=False)
-        self._process = context.Process(
+        context = fork_server.start()
+        connection, theirs = context.Pipe()
+        read, lifeline = context.Pipe(duplex=False)
+        process = context.Process(
             target=_serve, args=(theirs, read, self._work), name="millpond-evaluator", daemon=True
         )
-        start_family(self._process)
+        start_family(process)
         theirs.close()
         read.close()
+        self._process, self._connection, self._lifeline = process, connection, lifeline
 
     def _receive(self, timeout_s: float) -> Result | None:
         if self._task is None or self._connection is None or self._process is None:

@@ -2,13 +2,15 @@
 
 A row belongs to a moment of the run: ``frames`` collected, ``updates`` done, ``wall_s`` since the start. The other
 columns are namespaced (``loss/…``, ``eval/…``); a value that is not known at that moment is an empty cell, never NaN.
+Reports come at regular frames; each evaluation has a row of its own, at the frame of the weights that it is of. Where
+evaluations run beside training, that row comes when they are done, behind rows of later frames.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,11 @@ from typing import Any, Protocol, TextIO
 
 from millpond.core.errors import InvalidArgument
 
+logger = logging.getLogger("millpond.train")
 INDEX_COLUMNS = ("frames", "updates", "wall_s")
+
+# What environments are the source of may be anything, and is told in other ways than by failing the run.
+_MAY_BE_ANYTHING = ("eval/", "collect/")
 
 # Known from the start, so that the order of columns does not depend on what happens first. An algorithm's own
 # metrics follow in the order of their first appearance.
@@ -30,6 +36,7 @@ METRIC_COLUMNS = (
     "eval/frames",
     "eval/version",
     "eval/wall_s",
+    "eval/quarantined_episodes",
     "eval/skipped",
     "eval/failed",
     "collect/frames",
@@ -128,7 +135,7 @@ class EventsFile:
     def __init__(self, directory: Path, *, after_frames: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self._writer = SummaryWriter(str(directory), purge_step=after_frames)
+        self._writer = SummaryWriter(str(directory), purge_step=None if after_frames is None else after_frames + 1)
 
     def write(self, frames: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -187,7 +194,10 @@ def require_wandb() -> Any:
 
 
 class Loggers:
-    """All destinations of one run. Numbers that are not finite are remembered by name and not passed on."""
+    """All destinations of one run. Numbers that are not finite are not passed on.
+
+    ``not_finite`` has those of them that millpond itself has computed: the name, and the frame of the first.
+    """
 
     def __init__(self, destinations: Sequence[Logger]) -> None:
         self._destinations = list(destinations)
@@ -198,12 +208,14 @@ class Loggers:
         for name, value in row.items():
             if math.isfinite(value):
                 finite[name] = value
-            else:
+            elif not name.startswith(_MAY_BE_ANYTHING):
                 self.not_finite.setdefault(name, frames)
         for destination in self._destinations:
             destination.write(frames, finite)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # one that fails does not keep the others open
-            for destination in self._destinations:
-                closing.callback(destination.close)
+        for destination in self._destinations:  # one that fails does not keep the others open
+            try:
+                destination.close()
+            except OSError as error:
+                logger.warning("the last numbers may be missing in %s: %s", type(destination).__name__, error)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from millpond.core.spec import BoxAction, EnvSpec
@@ -35,7 +35,7 @@ class UpdateMeter:
         for name, value in metrics.items():
             if value.ndim == 0:  # "td_error" is per item, for priorities
                 before = self._sums.get(name)
-                self._sums[name] = value.clone() if before is None else before.add_(value)
+                self._sums[name] = value.clone() if before is None else before.to(value.device).add_(value)
 
     def row(self, *, steps: int) -> dict[str, float]:
         """The means, the state of the last batch, and a fresh start; empty where nothing was updated."""
@@ -46,6 +46,25 @@ class UpdateMeter:
         self._sums.clear()
         self._count = 0
         return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next row will tell of the updates since the last one, as tensors and numbers."""
+        batch = self._batch if self._count else None
+        fields = ("action", "policy_version")  # copies, since a batch is one piece of memory with types of all kinds
+        looked_at = {} if batch is None else {name: batch.get(name).cpu().clone() for name in fields}
+        return {
+            "sums": {name: value.cpu() for name, value in self._sums.items()},
+            "count": self._count,
+            "batch": looked_at,
+            "newest_version": self.newest_version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another meter was."""
+        self._sums, self._count = dict(state["sums"]), int(state["count"])
+        self.newest_version = int(state["newest_version"])
+        looked_at = state["batch"]
+        self._batch = TensorDict(looked_at, batch_size=[len(looked_at["action"])]) if looked_at else None
 
     def look(self, batch: TensorDictBase, *, steps: int) -> dict[str, float]:
         """What a batch from replay tells of the collectors: how they act, and how old their policy is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -68,7 +69,8 @@ class PlainProgress:
             self.say(describe(moment, self._left()))
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be closed, and the run go on
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._last is not None and self._last is not self._shown:
@@ -97,20 +99,23 @@ class LiveProgress:
 
     def show(self, moment: Moment) -> None:
         self._left.update(moment)
-        self._bar.update(
-            self._task,
-            completed=moment.frames,
-            total=moment.total_frames,
-            phase=moment.phase,
-            numbers="  ".join(numbers(moment, self._left())),
-        )
-        self._bar.refresh()
+        with contextlib.suppress(OSError):  # the terminal may be closed, and the run go on
+            self._bar.update(
+                self._task,
+                completed=moment.frames,
+                total=moment.total_frames,
+                phase=moment.phase,
+                numbers="  ".join(numbers(moment, self._left())),
+            )
+            self._bar.refresh()
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
 
 class TimeLeft:

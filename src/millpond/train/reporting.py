@@ -32,7 +32,6 @@ class Reporter:
         self._earlier_restarts = 0
         self.first_return: float | None = None
         self.last_return: float | None = None
-        self._eval_row: dict[str, float] = {}
         self._phase = ""
         self._next_tick = 0.0
         self.begin(wall_s=0.0)
@@ -43,6 +42,24 @@ class Reporter:
         self._start = time.monotonic() - wall_s
         self._rates = RateMeter(frames=self._parts.frames, updates=self._parts.algorithm.steps)
         self._shown = SlidingRates()
+
+    def state(self) -> dict[str, Any]:
+        """What is told of the run so far, for ``go_on``."""
+        return {
+            "wall_s": self.wall_s,
+            "eval_return_first": self.first_return,
+            "eval_return_last": self.last_return,
+            "restarts": self.restarts,
+            "evaluations_skipped": self._evaluator.skipped,
+            "evaluations_failed": self._evaluator.failed,
+        }
+
+    def go_on(self, state: Mapping[str, Any], meter: Mapping[str, Any]) -> None:
+        """Go on from what an earlier part of the run has told."""
+        self.first_return, self.last_return = state["eval_return_first"], state["eval_return_last"]
+        self._evaluator.skipped, self._evaluator.failed = state["evaluations_skipped"], state["evaluations_failed"]
+        self.meter.load_state_dict(meter)
+        self.begin(wall_s=state["wall_s"], restarts=state["restarts"])
 
     @property
     def wall_s(self) -> float:
@@ -56,13 +73,19 @@ class Reporter:
         self.meter.saw(batch, metrics)
 
     def evaluated(self, result: Result) -> None:
-        """An evaluation ended, well or not. The next row tells of it."""
+        """An evaluation ended, well or not. What it gave is a row of its own, at its own frame."""
         if result.episodes is None:
             return
-        self._eval_row = result.row()
-        logger.info("evaluation at frame %d, version %d: %s", result.task.frames, result.task.version, result.episodes)
-        self.last_return = self._eval_row["eval/return_mean"]
-        if result.task.frames == 0 and self.first_return is None:
+        task, row = result.task, result.row()
+        logger.info("evaluation at frame %d, version %d: %s", task.frames, task.version, result.episodes)
+        self._loggers.write(task.frames, {"updates": task.version, "wall_s": task.wall_s, **row})
+        if lost := int(row["eval/quarantined_episodes"]):
+            logger.warning(
+                "the evaluation at frame %d: %d of %d episodes had numbers that are not finite, and count in no mean",
+                *(task.frames, lost, len(result.episodes.returns)),
+            )
+        self.last_return = row.get("eval/return_mean")
+        if task.frames == 0 and self.first_return is None:
             self.first_return = self.last_return
 
     # ------------------------------------------------------------------ what is told
@@ -88,9 +111,8 @@ class Reporter:
         row: dict[str, float] = {"updates": steps, "wall_s": self.wall_s, "optim/steps": steps}
         row |= _collect_row(collected) | {"collect/restarts": self.restarts}
         row |= replay_row(parts.replay.stats(), learning_starts=parts.settings.replay.learning_starts)
-        row |= self.meter.row(steps=steps) | ({} if last else rates) | self._eval_row
+        row |= self.meter.row(steps=steps) | ({} if last else rates)
         row |= {"eval/skipped": self._evaluator.skipped, "eval/failed": self._evaluator.failed}
-        self._eval_row = {}
         self._loggers.write(frames, row)
 
     def _look_at_processes(self, stats: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import traceback
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 
 from millpond.core.errors import OutOfDisk
-from millpond.train import machine
+from millpond.train import fork_server, machine
 from millpond.train.assembly import Parts
 from millpond.train.checkpoint import read_parts
 from millpond.train.checks import Check, failed, run_checks
-from millpond.train.compose import save_settings
+from millpond.train.compose import changed_settings, save_settings
 from millpond.train.evaluation import allow_headless_rendering
-from millpond.train.evaluator import Evaluator, warm_up
+from millpond.train.evaluator import Evaluator
 from millpond.train.log import logging_to
 from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile, WandbRun, require_wandb
 from millpond.train.progress import Progress, make_progress
@@ -37,7 +38,8 @@ _EVALUATION_SEED = 1_000_003  # added to the run's, so that no collector meets t
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended. ``status`` is completed, stopped, interrupted or failed; ``problem`` says why, in one line."""
+    """How a run ended. ``status`` is completed, stopped (by ``StopSignal.request``), interrupted (by a signal) or
+    failed; ``problem`` says why, in one line."""
 
     run: RunDirectory
     settings: Settings
@@ -47,6 +49,13 @@ class Outcome:
     summary: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, Check] = field(default_factory=dict)
     error: BaseException | None = None
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Which settings were changed when the run was resumed, and at which frame."""
+
+    @property
+    def resumable(self) -> bool:
+        """It did not complete, and left a checkpoint to go on from."""
+        return self.status != "completed" and bool(Checkpoints(self.run.checkpoints).all())
 
     @property
     def exit_code(self) -> int:
@@ -67,30 +76,65 @@ def train(
 
     Raises:
         InvalidArgument, OutOfMemory: the run could not begin. Nothing was written and nothing is left behind.
+        Interrupted: the second request to stop, before the run could begin.
     """
     stop = stop or StopSignal()
     if settings.logger.wandb:
         require_wandb()
     allow_headless_rendering()
-    warm_up()
+    fork_server.start()
     with ExitStack() as closing, _torch_threads(settings.learner.threads):
+        run, latest = _find_run(settings, closing)
         parts = Parts.make(settings)
         closing.callback(parts.close)
         restored = None
-        if settings.resume is not None:
-            run = RunDirectory.open(Path(settings.resume))
-            restored, collector = read_parts(Checkpoints(run.checkpoints).latest(), parts)
-            parts.collect(collector)
+        if run is not None and latest is not None:
+            restored = Restored(*read_parts(latest, parts))
         else:
             parts.collect()
-            path = settings.run_dir or default_run_directory(settings.algorithm["name"], settings.env.id, settings.seed)
-            run = RunDirectory.create(Path(path))
+            run = _new_run(settings, closing)
+        outcome = Outcome(run, settings, command or machine.command_line())
+        if restored:
+            outcome.changes = [*restored.state["changes"], *_changes(run, settings, frames=parts.frames)]
         progress = progress or make_progress()
         loggers = _first_files(settings, run, progress, closing, after_frames=parts.frames if restored else None)
-        outcome = Outcome(run, settings, command or machine.command_line())
         _run(outcome, parts, loggers, stop, progress, restored)
         _finish(outcome)
     return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint says beside what went into the parts: its ``run.json``, and the state of the meter."""
+
+    state: dict[str, Any]
+    meter: dict[str, Any]
+
+
+def _find_run(settings: Settings, closing: ExitStack) -> tuple[RunDirectory | None, Path | None]:
+    """The run to go on with and its newest checkpoint, where there is one to resume; nobody else may run there."""
+    if settings.resume is None:
+        return None, None
+    run = RunDirectory.open(Path(settings.resume))
+    closing.enter_context(run.held())
+    return run, Checkpoints(run.checkpoints).latest()
+
+
+def _new_run(settings: Settings, closing: ExitStack) -> RunDirectory:
+    path = settings.run_dir or default_run_directory(settings.algorithm["name"], settings.env.id, settings.seed)
+    run = RunDirectory.create(Path(path))
+    try:
+        closing.enter_context(run.held())
+    except OSError as error:
+        raise OutOfDisk(error.errno, f"{error.strerror}: {run.path}") from None
+    return RunDirectory.create(run.path)  # somebody may have run there since
+
+
+def _changes(run: RunDirectory, settings: Settings, *, frames: int) -> list[dict[str, Any]]:
+    changed = changed_settings(run.config, settings)
+    for name, (before, now) in changed.items():
+        logger.info("%s was %s and is %s from frame %d on", name, before, now, frames)
+    return [{"frames": frames, "settings": changed}] if changed else []
 
 
 def _first_files(
@@ -115,14 +159,14 @@ def _run(
     loggers: Loggers,
     stop: StopSignal,
     progress: Progress,
-    restored: dict[str, Any] | None,
+    restored: Restored | None,
 ) -> None:
     """Everything between the first process and the last."""
     settings, run = parts.settings, outcome.run
-    reporter = None
-    try:
-        with ExitStack() as closing:
-            closing.callback(progress.close)
+    reporter = trainer = None
+    with ExitStack() as closing:
+        closing.callback(progress.close)
+        try:
             evaluator = Evaluator(
                 parts.algorithm.evaluation_policy(),
                 device=settings.learner.device,
@@ -133,6 +177,8 @@ def _run(
             )
             closing.callback(evaluator.close)
             reporter = Reporter(parts, loggers, progress, evaluator)
+            if restored:
+                reporter.go_on(restored.state, restored.meter)
             trainer = Trainer(
                 parts,
                 run,
@@ -140,19 +186,24 @@ def _run(
                 evaluator=evaluator,
                 checkpoints=Checkpoints(run.checkpoints, keep=settings.checkpoint.keep),
                 stop=stop,
-                restored=restored,
+                restored=restored.state if restored else None,
+                changes=outcome.changes,
             )
             logger.info("started: %s", outcome.command)
             trainer.run()
+            stop.shield()
             outcome.checks = run_checks(trainer.facts(not_finite=loggers.not_finite))
-            outcome.status = "completed" if trainer.complete else "stopped"
-    except Interrupted as error:
-        outcome.status, outcome.error = "interrupted", error
-    except Exception as error:  # noqa: BLE001  # whatever ends a run is told in its summary
-        outcome.status, outcome.error = "failed", error
-        logger.debug("%s", traceback.format_exc())
-    finally:
-        stop.shield()
+            outcome.status = "completed" if trainer.ended else "interrupted" if stop.signal else "stopped"
+        except Interrupted as error:
+            outcome.status, outcome.error = "interrupted", error
+        except Exception as error:  # noqa: BLE001  # whatever ends a run is told in its summary
+            outcome.status, outcome.error = "failed", error
+            logger.debug("%s", traceback.format_exc())
+            if trainer is not None:
+                with contextlib.suppress(Interrupted):
+                    trainer.rescue()
+        finally:
+            stop.shield()
     outcome.summary = _summarize(outcome, parts, reporter)
 
 
@@ -198,6 +249,7 @@ def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dic
         "restarts": reporter.restarts if reporter else 0,
         "peak_rss_mb": round(reporter.memory.peak_mb, 1) if reporter else 0.0,
         "checks": {name: asdict(check) for name, check in outcome.checks.items()},
+        "changes": outcome.changes,
         "command": outcome.command,
         "git_commit": machine.git_commit(),
         "versions": machine.versions(),

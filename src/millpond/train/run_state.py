@@ -8,20 +8,25 @@ gets its name only when it is complete: whatever kills a run, what is there can 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millpond.core.errors import CheckpointError, InvalidArgument
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
+_LOCK = ".lock"
+_NAME = re.compile(r"\d{12}-\d{12}(-\d{3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class RunDirectory:
             InvalidArgument: something is there already, or the directory cannot be made.
         """
         try:
-            if path.exists() and any(path.iterdir()):
+            if path.exists() and any(there.name != _LOCK for there in path.iterdir()):
                 raise InvalidArgument(
                     f"run_dir={path} exists and is not empty: choose another, or continue that run with resume={path}"
                 )
@@ -57,6 +62,28 @@ class RunDirectory:
         if not (path / "config.yaml").is_file():
             raise InvalidArgument(f"{path} is no run: it holds no config.yaml")
         return cls(path)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While it is entered, nobody else runs in this directory. The system lets go of it when this process ends.
+
+        Raises:
+            InvalidArgument: somebody does; the message names the process.
+            OSError: the file system takes no lock file.
+        """
+        with open(self.path / _LOCK, "a+", encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise InvalidArgument(
+                    f"a run is going on in {self.path} (process {file.read().strip() or 'unknown'}): wait for its end,"
+                    " or stop it with Ctrl-C"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
 
     @property
     def config(self) -> Path:
@@ -108,8 +135,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace a JSON file in one step. NaN and infinities are refused: JSON has none."""
-    write_text(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+    """Replace a JSON file in one step. JSON has neither NaN nor infinities: they become null."""
+    write_text(path, json.dumps(_strict(values), indent=2, allow_nan=False) + "\n")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _strict(part) for name, part in value.items()}
+    return [_strict(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,7 +169,7 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         if not self._directory.is_dir():
             return []
-        return sorted(path for path in self._directory.iterdir() if re.fullmatch(r"\d{12}-\d{12}", path.name))
+        return sorted(path for path in self._directory.iterdir() if _NAME.fullmatch(path.name))
 
     def latest(self) -> Path:
         """The newest complete checkpoint.
@@ -144,7 +179,10 @@ class Checkpoints:
         """
         found = self.all()
         if not found:
-            raise CheckpointError(f"{self._directory} holds no checkpoint")
+            raise CheckpointError(
+                f"{self._directory.parent} holds no checkpoint: the run ended before its first one was saved, so there"
+                " is nothing to go on from"
+            )
         return found[-1]
 
     def save(self, *, frames: int, updates: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
@@ -152,16 +190,15 @@ class Checkpoints:
 
         All or nothing: until everything is on disk the previous checkpoints are untouched and nothing new has a name.
         """
-        target = self._directory / f"{frames:012d}-{updates:012d}"
-        if target.exists():  # the same moment of the same run
-            return target
+        target = self._free(f"{frames:012d}-{updates:012d}")
         self.clean()
         beside = self._directory / f".writing-{os.getpid()}"
         beside.mkdir(parents=True)
         try:
             write(beside)
             sums = {path.name: _digest(path) for path in sorted(beside.iterdir()) if path.is_file()}
-            write_json(beside / "run.json", {"format": CHECKPOINT_FORMAT, "sha256": sums, **state})
+            told = _strict({"format": CHECKPOINT_FORMAT, "sha256": sums, **state})
+            write_json(beside / "run.json", {**told, "digest": _digest_of(told)})
             _sync(beside)
             os.rename(beside, target)
         except BaseException:
@@ -170,6 +207,11 @@ class Checkpoints:
         for old in self.all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return target
+
+    def _free(self, name: str) -> Path:
+        """The same frames and updates may be saved again: when what is known of them has changed."""
+        taken = [path.name for path in self.all() if path.name.startswith(name)]
+        return self._directory / (f"{name}-{int(taken[-1][len(name) + 1 :] or 0) + 1:03d}" if taken else name)
 
     def clean(self) -> None:
         """Remove what a killed run left half-written."""
@@ -186,12 +228,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     state = read_json(path / "run.json")
     if state.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path} has format {state.get('format')!r}; this version reads {CHECKPOINT_FORMAT}")
+    if state.pop("digest", None) != _digest_of(state):
+        raise CheckpointError(f"{path / 'run.json'} is damaged: its checksum is not the one it was written with")
     for name, digest in state["sha256"].items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing")
         if _digest(path / name) != digest:
             raise CheckpointError(f"{path / name} is damaged: its checksum is not the one it was written with")
     return state
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

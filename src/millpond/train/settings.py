@@ -12,6 +12,7 @@ import operator
 import types
 import typing
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from millpond.core.errors import InvalidArgument, InvalidType, Unsatisfiable
@@ -73,11 +74,12 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """``checkpoint.*``."""
+    """``checkpoint.*``; frames, seconds."""
 
     interval_frames: int
     keep: int
     replay: bool
+    every_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,8 @@ class Settings:
 
 
 def build(kind: type[Any], values: Any, path: str) -> Any:
-    """The dataclass ``kind`` from a dictionary with exactly its fields; ``path`` says where in the settings that is.
+    """The dataclass ``kind`` from a dictionary with its fields; ``path`` says where in the settings that is. Fields
+    that have a default may be missing.
 
     Raises:
         InvalidType: a value does not have the type of its field.
@@ -188,12 +191,15 @@ def build(kind: type[Any], values: Any, path: str) -> Any:
         raise InvalidType(f"{path or 'settings'}: expected a group of settings, got {values!r}")
     hints = typing.get_type_hints(kind)
     prefix = f"{path}." if path else ""
-    unknown, missing = sorted(set(values) - set(hints)), sorted(set(hints) - set(values))
+    optional = {  # what was added since: runs that were saved before do not say it
+        field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+    }
+    unknown, missing = sorted(set(values) - set(hints)), sorted(set(hints) - set(values) - optional)
     if unknown:
         raise InvalidArgument(f"unknown setting {prefix}{unknown[0]}")
     if missing:
         raise InvalidArgument(f"missing setting {prefix}{missing[0]}")
-    fields = {name: _convert(hint, values[name], prefix + name) for name, hint in hints.items()}
+    fields = {name: _convert(hint, values[name], prefix + name) for name, hint in hints.items() if name in values}
     try:
         return kind(**fields)
     except InvalidArgument as error:  # an algorithm's own check, which knows the field but not where it is
@@ -249,6 +255,7 @@ _LEAST: dict[str, int] = {
     "eval.video_interval_frames": 0,
     "eval.video_steps": 1,
     "checkpoint.interval_frames": 0,
+    "checkpoint.every_s": 0,
     "checkpoint.keep": 1,
     "logger.interval_frames": 1,
 }
@@ -293,6 +300,13 @@ def _check_sizes(settings: Settings) -> None:
     if replay.learning_starts > replay.capacity:
         raise InvalidArgument(
             f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
+        )
+    samples = Fraction(replay.samples_per_insert) * (settings.total_frames - replay.learning_starts)
+    if samples < replay.batch_size:
+        raise InvalidArgument(
+            f"no update would ever be made: total_frames={settings.total_frames} after replay.learning_starts="
+            f"{replay.learning_starts}, with {replay.samples_per_insert:g} samples each (replay.samples_per_insert),"
+            f" allow {float(samples):g} samples, and an update takes replay.batch_size={replay.batch_size}"
         )
     batch, debt = settings.frames_per_batch * replay.samples_per_insert, settings.max_debt
     if debt is not None and debt < batch + replay.batch_size:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from millpond.core.errors import BufferClosed, CheckpointError, InvalidArgument, InvalidType, NotReady
+from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, NotReady
 from millpond.core.schema import Batch, Schema
-from millpond.replay import checkpoint, container
+from millpond.replay import checkpoint, container, saved_together
 from millpond.replay.buffer import Handle, ReplayBuffer
-from millpond.replay.container import Column
 from millpond.replay.drawing import Generator
 from millpond.replay.editing import index_of, positions_of
 from millpond.replay.jointly import Joint, rank
@@ -26,7 +25,6 @@ from millpond.replay.mixing import Mix, shares_of, unit_of
 from millpond.replay.parts import put_together, schema_of, split
 from millpond.replay.prioritized import real_numbers
 from millpond.replay.rules import check_batch_size, generator, picked
-from millpond.replay.soundness import checked
 from millpond.replay.waiting import check_cancel, check_timeout
 
 _SUMS = (
@@ -361,51 +359,24 @@ class ReplayBufferEnsemble:
 
     def state_dict(self) -> dict[str, Any]:
         """Every member's, of one moment, and the generator of the choice of members."""
-        with self._frozen() as state:
+        with saved_together.frozen(self._here(), self._random) as state:
             copied: dict[str, Any] = checkpoint.whole(state)
         return copied
 
     def load_state_dict(self, state: Any) -> None:
         """Replace what the members hold by what `state_dict` gave. Raises ``CheckpointError`` before anything
         changed."""
-        members, here = state.get("members") if isinstance(state, dict) else None, self._here()
-        if not isinstance(members, list) or len(members) != len(here):
-            kept = f"{len(members)} members" if isinstance(members, list) else "no ensemble"
-            raise CheckpointError(f"this is a checkpoint of {kept}; the ensemble has {len(here)}")
-        try:
-            found = Column.of(state["generator"]).whole()
-            torch.Generator().set_state(found)
-        except (AttributeError, KeyError, TypeError, RuntimeError) as problem:
-            raise CheckpointError(f"this is no checkpoint of an ensemble: {problem!r:.200}") from problem
-        for i, (buffer, saved) in enumerate(zip(here, members, strict=True)):
-            try:
-                checked(buffer._works.engine, buffer.schema, saved)
-            except CheckpointError as problem:
-                raise CheckpointError(f"member {i}: {problem}") from problem
-        for buffer, saved in zip(here, members, strict=True):
-            checkpoint.load_state_dict(buffer._works, saved)
-        self._random.torch.set_state(found)
+        saved_together.load(self._here(), self._random, state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Save to one file: versioned, checksummed, whole or not at all."""
-        with container.replacing(path) as file, self._frozen() as state:
+        with container.replacing(path) as file, saved_together.frozen(self._here(), self._random) as state:
             container.write(file, state)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Replace what the members hold by a saved file. Raises ``CheckpointError`` before anything changed."""
         with container.opened(path) as saved:
             self.load_state_dict(saved)
-
-    @contextlib.contextmanager
-    def _frozen(self) -> Iterator[dict[str, Any]]:
-        """All that is saved. No member changes inside the block."""
-        here = self._here()
-        schema_of(here)  # before a lock is held, as it may be that another process has bound it
-        works = list(enumerate(b._works for b in here))
-        with contextlib.ExitStack() as stack:
-            ordered = sorted(works, key=lambda pair: rank(pair[1].engine))
-            states = {i: stack.enter_context(checkpoint.frozen(its)) for i, its in ordered}
-            yield {"members": [states[i] for i, _ in works], "generator": self._random.torch.get_state()}
 
     def close(self) -> None:
         """Close, or leave, every member."""

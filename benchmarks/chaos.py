@@ -58,7 +58,7 @@ def _chaos(name: str, kind: Any, *, every_s: float) -> dict[str, Cell]:
         while time.monotonic() - start < SECONDS and not collector.wait(timeout=0.002):
             workers = collector.stats()["workers"]
             for worker, (pid, when) in list(dying.items()):
-                if workers[worker]["pid"] not in (None, pid) and workers[worker]["state"] in ("collecting", "writing"):
+                if workers[worker]["pid"] not in (0, pid) and workers[worker]["state"] in ("collecting", "writing"):
                     restarts.append(time.monotonic() - when)
                     del dying[worker]
             alive = [w for w in workers if w["id"] not in dying and w["state"] in ("collecting", "writing", "waiting")]

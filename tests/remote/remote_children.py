@@ -19,11 +19,10 @@ import torch
 from tensordict import TensorDict
 
 from millpond import Flow, ReplayBuffer
-from millpond.core.errors import PeerLost
+from millpond.remote import line
 from millpond.remote.client import ReplayClient
 from millpond.remote.owner import Owner
 from millpond.remote.service import Plan, Service
-from millpond.remote.transports import gloo
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HERE = "127.0.0.1"
@@ -111,7 +110,7 @@ def _obey(pipe: Connection) -> None:
 def open_service(state: dict[str, Any], asked: Plan, node: str = HERE) -> Owner:
     service = Service(asked, node=node, cluster="")
     state.setdefault("services", {})[asked.name] = service
-    return service.owner
+    return service.listen()
 
 
 def describe(state: dict[str, Any], name: str = "pond") -> dict[str, Any]:
@@ -185,23 +184,21 @@ def die_within(state: dict[str, Any], instant: str) -> None:
     items = batch(5000, start=5000)
     client.stats()  # the group is there
 
-    def die(*_: Any, **__: Any) -> None:
+    def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if instant == "before the payload":
-        gloo.Group.begin = die  # type: ignore[method-assign]
-    elif instant == "within the payload":
+    if instant != "before the answer's payload":
+        send, most = line.Line._send, 0 if instant == "before the payload" else 99_999
 
-        def begin(group: gloo.Group, payload: torch.Tensor) -> None:
-            part = payload.split(gloo.PART)[0]
-            work = group._group.send([part], group._peer, part.numel())
-            time.sleep(0.0005)
-            die(work)
+        def some(ends: line.Line, parts: list[memoryview]) -> int:
+            if len(parts) == 1:
+                return send(ends, parts)
+            ends._socket.sendmsg([parts[0], parts[1][:most]])
+            return int(die())
 
-        gloo.Group.begin = begin  # type: ignore[method-assign]
-        items = batch(200_000, start=5000)
+        line.Line._send = some  # type: ignore[method-assign]
     else:
-        gloo.Group.receive = die  # type: ignore[method-assign]
+        line.Line._heard = die  # type: ignore[method-assign]
         client.sample()
     client.extend(items)
 
@@ -224,45 +221,6 @@ def extend_once(client: ReplayClient, n: int, start: int) -> None:
 def possessions(state: dict[str, Any]) -> tuple[int, int]:
     """Threads and descriptors of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def break_next_receive(state: dict[str, Any]) -> None:
-    """The next payload that comes to this owner is lost."""
-    receive = gloo.Group.receive
-
-    def breaking(group: gloo.Group, nbytes: int, **options: Any) -> torch.Tensor:
-        gloo.Group.receive = receive  # type: ignore[method-assign]
-        raise PeerLost("the cable was pulled")
-
-    gloo.Group.receive = breaking  # type: ignore[method-assign]
-
-
-def break_next_send(state: dict[str, Any]) -> None:
-    """The next payload that leaves this owner is lost, after its head was sent."""
-    begin = gloo.Group.begin
-
-    def lost() -> None:
-        raise PeerLost("the cable was pulled")
-
-    def breaking(group: gloo.Group, payload: torch.Tensor) -> Callable[[], None]:
-        gloo.Group.begin = begin  # type: ignore[method-assign]
-        return lost
-
-    gloo.Group.begin = breaking  # type: ignore[method-assign]
-
-
-def break_groups(state: dict[str, Any], times: int) -> None:
-    """This owner fails so many times to make its end of a group; 0 mends it."""
-    group = state.setdefault("group", gloo.Endpoint.group)
-    left = [times]
-
-    def breaking(endpoint: gloo.Endpoint, *arguments: Any) -> gloo.Group:
-        if left[0] == 0:
-            return group(endpoint, *arguments)
-        left[0] -= 1
-        raise PeerLost("the cable was pulled")
-
-    gloo.Endpoint.group = breaking  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import socket
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from remote_children import wait_for
 
 from millpond.core import errors
 from millpond.core.errors import InvalidArgument, MillpondError, PeerLost, SchemaMismatch, WorkerFailed
+from millpond.remote.allowance import STEP, Allowance
 from millpond.remote.failures import failed, raised
 from millpond.remote.ledger import Ledger
 from millpond.remote.line import COLLECT, Line
@@ -280,7 +282,7 @@ def test_at_the_end_everybody_is_tried_once_more(lot):
 def test_a_thousand_calls_take_one_thread(lot):
     before = threading.active_count()
     calls = [Parked(lot, 1, number=i + 1) for i in range(1000)]
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before
     Parked.room = 1000
     lot.look()
     assert all(call.answers for call in calls)
@@ -288,17 +290,28 @@ def test_a_thousand_calls_take_one_thread(lot):
 
 # ---------------------------------------------------------------------- lines
 class Office:
-    """An owner's end that answers every request with its own words, and parks "wait"."""
+    """An owner's end that answers every request with its own kind and payload, and hangs up at "fail"."""
 
     def __init__(self) -> None:
         self.here: list[Any] = []
         self.left: list[Any] = []
-        self.board = Switchboard("127.0.0.1", came=self.here.append, serve=self.serve, left=self.left.append)
+        self.token = secrets.token_bytes(16)
+        self.allowance = Allowance(8 * STEP)
+        self.board = Switchboard(
+            "127.0.0.1",
+            token=self.token,
+            allowance=self.allowance,
+            came=self.here.append,
+            serve=self.serve,
+            left=self.left.append,
+        )
 
     def serve(self, caller: Any, head: bytearray) -> None:
-        if bytes(head) == b"fail":
+        payload = caller.payload(head, 1 << 30)
+        asked = decode(head, payload)
+        if asked.kind == "fail":
             raise ConnectionError("no more")
-        caller.send(len(head), bytes(head))
+        caller.answer(asked.number, *encode(Message(asked.kind, asked.number, {}, asked.tensors)))
 
 
 @pytest.fixture
@@ -309,22 +322,31 @@ def office():
 
 
 def dial(office: Office, token: bytes | None = None) -> Line:
-    return Line(office.board.address, office.board.token if token is None else token, timeout=10)
+    return Line(office.board.address, office.token if token is None else token, timeout=10)
 
 
-def test_heads_and_notices_find_their_slot(office):
+def ask(line: Line, number: int, kind: str = "say", **tensors: torch.Tensor) -> None:
+    line.ask(*encode(Message(kind, number, {}, tensors)))
+
+
+def heard(line: Line, slot: Any) -> Message:
+    return decode(*line.wait(slot, 10))
+
+
+def test_answers_and_notices_find_their_slot(office):
     line = dial(office)
     slots = {n: line.open(n) for n in (3, 5)}
-    line.ask(b"12345")
-    line.ask(b"123")
-    assert bytes(line.wait(slots[3], 10)) == b"123"
-    assert bytes(line.wait(slots[5], 10)) == b"12345"
-    office.here[0].send(3)
+    rows = torch.arange(10 * SMALL).to(torch.uint8)
+    ask(line, 5, rows=rows)
+    ask(line, 3, "short")
+    assert heard(line, slots[3]).kind == "short"
+    assert torch.equal(heard(line, slots[5]).tensors["rows"], rows)
+    office.here[0].notify(3)
     assert line.wait(slots[3], 10) == COLLECT
     line.shut(5)
-    line.ask(b"12345")  # nobody waits for this answer: it is dropped
-    line.ask(b"123")
-    assert bytes(line.wait(slots[3], 10)) == b"123"
+    ask(line, 5, rows=rows)  # nobody waits for this answer: it is dropped
+    ask(line, 3)
+    assert heard(line, slots[3]).number == 3
     line.close()
     wait_for(lambda: office.left == office.here, "the owner to notice")
 
@@ -353,9 +375,9 @@ def test_one_listens_for_all(office):
 
     def wait(n: int) -> None:
         try:
-            got[n] = bytes(line.wait(slots[n], 0.02 * n if n % 2 else 30) or b"")
+            got[n] = decode(*line.wait(slots[n], 0.02 * n if n % 2 else 30)).number
         except queue.Empty:
-            got[n] = b"too late"
+            got[n] = "too late"
         line.shut(n)
 
     threads = [threading.Thread(target=wait, args=(n,)) for n in slots]
@@ -363,10 +385,10 @@ def test_one_listens_for_all(office):
         thread.start()
     wait_for(lambda: len(got) == 6, "the odd ones to give up")
     for n in (4, 12, 2, 8, 10, 6):
-        line.ask(b"." * n)
+        ask(line, n)
     for thread in threads:
         thread.join(10)
-    assert got == {n: b"too late" if n % 2 else b"." * n for n in slots}
+    assert got == {n: "too late" if n % 2 else n for n in slots}
     line.close()
 
 
@@ -374,8 +396,8 @@ def test_many_lines_at_once(office):
     lines = [dial(office) for _ in range(20)]
     slots = [line.open(4) for line in lines]
     for line in lines:
-        line.ask(b"four")
-    assert [bytes(line.wait(slot, 10)) for line, slot in zip(lines, slots, strict=True)] == [b"four"] * 20
+        ask(line, 4)
+    assert [heard(line, slot).number for line, slot in zip(lines, slots, strict=True)] == [4] * 20
     assert len({line.id for line in lines}) == 20
     for line in lines:
         line.close()
@@ -388,7 +410,7 @@ def test_whoever_waits_hears_the_end(office, how):
     if how == "closed":
         office.board.close()
     else:
-        line.ask(b"fail")
+        ask(line, 1, "fail")
     assert line.wait(slot, 10) is None
     assert line.end == how
     assert line.wait(line.open(2), 10) is None  # also who comes later
@@ -408,19 +430,21 @@ def test_what_is_too_long_or_strange_ends_that_line_only(office):
     bad._socket.sendall(b"\xff\xff\xff\xff")
     wait_for(lambda: bad.look() is not None, "the owner to hang up")
     slot = good.open(2)
-    good.ask(b"ok")
-    assert bytes(good.wait(slot, 10)) == b"ok"
+    ask(good, 2, "ok")
+    assert heard(good, slot).kind == "ok"
     good.close()
     bad.close()
 
 
 def test_a_client_that_does_not_listen_is_hung_up_on(office):
-    """Nothing may block the owner: a stopped client's answers pile up until its line is cut."""
+    """Notices block nobody: those of a stopped client pile up until its line is cut."""
     with socket.create_connection(office.board.address, timeout=10) as deaf:
-        deaf.sendall(office.board.token + bytes(16))
+        deaf.sendall(office.token + bytes(16))
         wait_for(lambda: office.here, "the owner to accept")
-        for _ in range(200):
-            office.here[0].send(1, bytes(1 << 20))
+        for _ in range(1_000_000):
+            office.here[0].notify(1)
+            if office.left:
+                break
         wait_for(lambda: office.left, "the owner to hang up")
 
 

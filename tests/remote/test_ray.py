@@ -21,6 +21,7 @@ import pytest
 import remote_children as children
 import torch
 from remote_children import batch, ids_of, wait_for
+from tensordict import TensorDict
 from test_gloo import WITHIN_S, Waiting, waiters
 
 from millpond import BlockingReplayBuffer, ReplayBuffer
@@ -178,8 +179,9 @@ def test_no_payload_goes_through_ray_s_serializer(rb):
         ids_of(client[:])
     assert passed() - before < 4096
     gone = rb.describe()["traffic"]
-    assert gone["gloo_in"] - traffic["gloo_in"] == payload
-    assert gone["gloo_out"] - traffic["gloo_out"] == payload
+    for way, rows, nbytes in (("in", 5000, 5000 * ROW_NBYTES), ("out", 5000, 5000 * ROW_NBYTES)):
+        assert gone[f"gloo_rows_{way}"] - traffic[f"gloo_rows_{way}"] == rows
+        assert gone[f"gloo_{way}"] - traffic[f"gloo_{way}"] > nbytes
     assert gone["ray_in"] == traffic["ray_in"]
     rb.empty()
     with rb.client(transport="ray") as client:
@@ -203,7 +205,8 @@ def test_without_a_schema_the_first_write_binds_it_and_goes_where_all_others_go(
     assert ray.get(actor.__ray_call__.remote(lambda actor: actor.counted)) - before < 4096
     traffic = ray.get(actor.describe.remote())["traffic"]
     ray.get(actor.close.remote())
-    assert traffic["gloo_in"] == traffic["gloo_out"] == 5000 * ROW_NBYTES
+    assert traffic["gloo_rows_in"] == traffic["gloo_rows_out"] == 5000
+    assert min(traffic["gloo_in"], traffic["gloo_out"]) > 5000 * ROW_NBYTES
     assert traffic["ray_in"] == traffic["ray_out"] == 0
 
 
@@ -331,9 +334,111 @@ def test_the_buffer_ends_with_its_object(cluster):
     del rb
     gc.collect()
     wait_for(lambda: not psutil.pid_exists(pid), "the owner to end")
-    with pytest.raises((BufferClosed, PeerLost)):
+    with pytest.raises(BufferClosed):
         client.sample()
     client.close()
+
+
+CALLS: dict[str, Any] = {
+    "extend": lambda each: each.extend(batch(2)),
+    "extend with a receipt": lambda each: each.extend(batch(2), receipt=(1, 1)),
+    "add": lambda each: each.add(TensorDict(batch(1), [1])[0]),
+    "sample": lambda each: each.sample(2),
+    "waiting sample": lambda each: each.sample(2, wait=True, timeout=20),
+    "peek": lambda each: each.peek(2),
+    "wait_until_sampleable": lambda each: each.wait_until_sampleable(2, timeout=20),
+    "wait_until_writable": lambda each: each.wait_until_writable(2, timeout=20),
+    "update": lambda each: each.update(torch.tensor([0]), {"observation": torch.zeros(1, 3)}),
+    "empty": lambda each: each.empty(),
+    "item": lambda each: each[0],
+    "state_dict": lambda each: each.state_dict(),
+}
+
+
+def told(clients: dict[str, ReplayClient], calls: list[str]) -> dict[str, str]:
+    """By what each call ends."""
+    ends = {}
+    for name, each in clients.items():
+        for call in calls:
+            try:
+                ends[f"{name}: {call}"] = f"returned {CALLS[call](each)!r}"
+            except Exception as error:
+                ends[f"{name}: {call}"] = f"{type(error).__name__}: {error}"
+    return ends
+
+
+def told_elsewhere(state: dict[str, Any], clients: dict[str, ReplayClient], calls: list[str]) -> dict[str, str]:
+    ends = told(clients, calls)
+    assert not ray.is_initialized(), "nobody asked this process to connect"
+    return ends
+
+
+def test_whoever_comes_after_the_close_hears_that_it_was_closed(cluster, child):
+    """By every way and every call, connected before or not, also in processes that know nothing of Ray, and by name."""
+    schema = Schema.from_example(batch(1))
+    rb = RayReplayBuffer(10, batch_size=2, schema=schema, ray_options={"name": "shuts"})
+    ways = ("auto", "shm", "gloo", "ray")
+    here = {f"{way}, there before": rb.client(transport=way) for way in ways}
+    here |= {f"{way}, late": rb.client(transport=way) for way in ways}
+    there = {f"{way}, elsewhere": rb.client(transport=way) for way in ways[:3]}
+    there["auto on another host, elsewhere"] = rb.client(host="elsewhere")
+    for way in ways:
+        here[f"{way}, there before"].extend(batch(4))
+    other = child()
+    rb.close()
+    ends = told(here, list(CALLS))
+    ends |= told({"itself": rb}, ["extend", "sample", "peek"])
+    ends |= other.ask(told_elsewhere, there, ["extend", "sample", "waiting sample"])
+    wrong = {name: end for name, end in ends.items() if not end.startswith("BufferClosed")}
+    assert not wrong
+    with pytest.raises(BufferClosed, match="shuts"):
+        connect("shuts")
+    for each in here.values():
+        assert each.can_sample(1) is False
+        assert "closed" in each.explain("sample", 1)
+        assert not [found for found in each]  # noqa: C416  # list() would ask for the size too
+        each.close()
+    with RayReplayBuffer(10, schema=schema, ray_options={"name": "shuts"}) as again, connect("shuts") as found:
+        again.extend(batch(3))
+        assert len(found) == 3
+
+
+def test_whoever_comes_after_the_death_of_the_owner_hears_of_that(cluster, child):
+    rb = RayReplayBuffer(10, batch_size=2, ray_options={"name": "dies"})
+    rb.extend(batch(4))
+    everybody = {way: rb.client(transport=way) for way in ("auto", "shm", "gloo", "ray")}
+    everybody["gloo"].extend(batch(1))
+    pid = rb._owner.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(pid), "the owner to end")
+    reap()
+    start = time.monotonic()
+    ends = told(everybody, ["extend", "sample", "waiting sample"])
+    assert time.monotonic() - start < WITHIN_S * len(everybody)
+    wrong = {name: end for name, end in ends.items() if not (end.startswith("PeerLost") and f"process {pid}" in end)}
+    assert not wrong
+    rb.close()
+    for each in everybody.values():
+        each.close()
+
+
+def test_nothing_listens_where_all_clients_are_on_the_owner_s_host(cluster):
+    """Not before a client elsewhere asks for it, and then at one port."""
+    with RayReplayBuffer(10, batch_size=2, schema=Schema.from_example(batch(1))) as rb:
+        ours = psutil.Process(rb._owner.pid)
+
+        def listening() -> set[int]:
+            return {c.laddr.port for c in ours.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+        before = listening()  # Ray's own
+        with rb.client() as near:
+            near.extend(batch(3))
+        assert listening() == before
+        assert rb.describe()["listens"] is None
+        with rb.client(host="elsewhere") as far:
+            assert len(far) == 3
+        assert len(listening() - before) == 1
+        assert rb.describe()["listens"].endswith(str(*(listening() - before)))
 
 
 def test_a_detached_buffer_outlives_its_object(cluster):

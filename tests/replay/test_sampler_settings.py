@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -304,51 +301,3 @@ def test_what_others_were_derived_from_cannot_be_assigned(thing: Any, name: str,
 def test_attributes_of_a_buffer_cannot_be_assigned(name: str) -> None:
     with made() as rb, pytest.raises(AttributeError):
         setattr(rb, name, 3)
-
-
-def test_who_is_killed_in_the_middle_of_a_change_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with made(shared=True) as rb:
-        sampler = sampler_of(rb)
-
-        def child() -> None:
-            monkeypatch.setattr(sampler.tree, "rebuild", lambda: os.kill(os.getpid(), signal.SIGKILL))
-            sampler.alpha = 0.5
-
-        assert forked(child) == signal.SIGKILL
-        assert agrees(rb, 1.0)
-        assert sampler.alpha == 1.0
-        assert rb.stats()["recoveries"] == 1
-        assert rb.update_priority([0], 1.0) == 1
-        sampler.alpha = 0.5
-        assert agrees(rb, 0.5)
-
-
-def test_no_batch_is_drawn_by_a_mixture_of_two_alphas(way: Any) -> None:
-    """While another thread changes alpha to and fro, each batch has the weights of one of the two."""
-    priorities = torch.arange(1.0, 65.0, dtype=torch.float64)
-    with ReplayBuffer(64, sampler=PrioritizedSampler(alpha=1.0, eps=0.0, beta=1.0), seed=0) as rb:
-        rb.extend({"x": torch.arange(64)}, priority=priorities)
-        install(rb, way)
-        sampler, stop, problems = sampler_of(rb), threading.Event(), []
-
-        def change() -> None:
-            try:
-                while not stop.is_set():
-                    for alpha in (0.5, 1.0):
-                        sampler.alpha = alpha
-                        rb.update_priority(torch.arange(64), priorities)
-            except Exception as problem:  # told below
-                problems.append(problem)
-
-        thread = threading.Thread(target=change)
-        thread.start()
-        try:
-            for _ in range(300):
-                batch = rb.sample(64)
-                weight = batch["priority_weight"].double()
-                found = [torch.allclose(weight, priorities[batch["x"]] ** -alpha, rtol=1e-5) for alpha in (0.5, 1.0)]
-                assert any(found)
-        finally:
-            stop.set()
-            thread.join(60)
-        assert not problems

@@ -403,29 +403,23 @@ class Rollout:
         if state is None:
             return
         self.rows.load_state_dict(state)
-        if "tally" in state:
-            self.tally.load_state_dict(state["tally"])
+        self.tally.load_state_dict(state["tally"])
         worlds = state.get("worlds")
         if worlds is None:
             return
         if not self.stepper.load_state_dict(worlds):
             self.rows.truncate(np.ones(self.stepper.num_envs, bool))
             return
+        draws = state["draws"]
         self._seed_draws()
-        self._load_draws(**state.get("draws", {}))
+        load_space_state(self.stepper.env.action_space, draws["actions"])
+        if "policy" in draws and isinstance(noise := getattr(self.policy, "generator", None), torch.Generator):
+            noise.set_state(torch.from_numpy(np.array(draws["policy"])))
+        self._ids.next = draws["ids"]
         self._observation = self.stepper.advance()
         self._check_shapes(self._observation)
         for name, mine in self._own().items():
-            mine[...] = worlds.get(name, 0)
-
-    def _load_draws(self, *, ids: int | None = None, actions: Any = (), policy: Any = None) -> None:
-        """What ``state_dict`` saved of it; nothing, from an earlier version, leaves the draws of a new life."""
-        if ids is None:
-            return
-        self._ids.next = ids
-        load_space_state(self.stepper.env.action_space, actions)
-        if policy is not None and isinstance(noise := getattr(self.policy, "generator", None), torch.Generator):
-            noise.set_state(torch.from_numpy(np.array(policy)))
+            mine[...] = worlds[name]
 
     def _live(self, incarnation: int) -> None:
         """Each life has episode ids and seeds of its own."""

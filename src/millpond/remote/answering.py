@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import DeadlineExceeded, InvalidArgument
+from millpond.core.errors import DeadlineExceeded, InvalidArgument, OutOfMemory
 from millpond.core.schema import Schema
+from millpond.remote import requests
 from millpond.remote.failures import failed
 from millpond.remote.ledger import Ledger
 from millpond.remote.messages import Message
@@ -19,10 +22,15 @@ from millpond.remote.parking import Call, Lot
 from millpond.remote.transfer import Spool
 from millpond.replay import checkpoint, container
 from millpond.replay.drawing import Ints
+from millpond.replay.rules import FREELY, check_room
 from millpond.replay.taken import Taken
 
 Notify = Callable[[int], None]
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
+HELD = 1 << 30  # bytes of writes that wait, of all clients together
+ANSWER = 1 << 28  # bytes that an answer may have in any case; else as much as the buffer holds
+STATE = 1 << 30  # bytes that a checkpoint may have in any case
+UNSETTLED = 1 << 16  # batches that a client may have, and not have settled
 
 
 @dataclass(slots=True)
@@ -32,6 +40,7 @@ class Client:
     id: bytes
     notify: Notify
     ledger: Ledger = field(default_factory=Ledger)
+    handed: dict[int, tuple[Taken, bool]] = field(default_factory=dict)  # by request: batches that may come back
     outgoing: Spool | None = None
     incoming: Spool | None = None
 
@@ -43,31 +52,36 @@ class Answers:
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
         self._lots: dict[Side, Lot] = {side: Lot(side, packed.changes(side)) for side in ("sample", "extend")}
-        self._waiting: dict[str, tuple[Side, Callable[[Message], Message]]] = {
-            "extend": ("extend", self._extend),
-            "sample": ("sample", self._sample),
-            "until_sample": ("sample", self._until),
-            "until_extend": ("extend", self._until),
+        self._sides: dict[str, Side] = {
+            "extend": "extend",
+            "sample": "sample",
+            "until_sample": "sample",
+            "until_extend": "extend",
         }
+        self._held = 0  # bytes of writes that are parked
+        self._counting = threading.Lock()
         self._once = {"extend", "give_back", "update", "update_priority", "empty", "load"}  # must not happen twice
         if packed.consuming:
             self._once.add("sample")  # an item that was delivered is gone
-        self._direct: dict[str, Callable[[Message], Message]] = {
+        buffer = packed.buffer
+        self._kinds: dict[str, Callable[[Client, Message], Message]] = {
+            "extend": self._extend,
+            "sample": self._sample,
+            "until_sample": self._until,
+            "until_extend": self._until,
             "bind": self._bind,
             "counts": self._counts,
             "can_sample": self._can_sample,
-            "stats": lambda _: _done(stats=self.stats()),
-            "explain": lambda asked: _done(text=packed.buffer.explain(asked.fields["op"], asked.fields["n"])),
-            "receipt": lambda asked: _done(receipt=packed.buffer.receipt(asked.fields["line"])),
-            "epoch_over": lambda asked: _done(over=packed.epoch_over(asked.fields["n"])),
-            "peek": lambda asked: _taken(packed.peek(asked.fields["n"])),
+            "stats": lambda _, asked: _done(stats=self.stats()),
+            "explain": lambda _, asked: _done(text=buffer.explain(asked.fields["op"], asked.fields["n"])),
+            "receipt": lambda _, asked: _done(receipt=buffer.receipt(asked.fields["line"])),
+            "epoch_over": lambda _, asked: _done(over=packed.epoch_over(asked.fields["n"])),
+            "peek": self._peek,
             "pick": self._pick,
             "give_back": self._give_back,
             "empty": self._empty,
             "update_priority": self._update_priority,
             "update": self._update,
-        }
-        self._transfers: dict[str, Callable[[Client, Message], Message]] = {
             "state": self._state,
             "fetch": self._fetch,
             "fetched": self._fetched,
@@ -79,28 +93,35 @@ class Answers:
     # ------------------------------------------------------------------ one request
     def answer(self, client: Client, request: Message) -> Message:
         """The answer, under the number of the request."""
-        if request.kind in ("collect", "withdraw"):
-            return self._about(client, request)
-        known = client.ledger.begin(request)
-        if known is not None:
-            return known
-        answer = self._attempt(client, request)
-        if answer is None:
-            return self._park(client, request)
-        client.ledger.end(request.number, answer if request.kind in self._once else None)
-        return answer
+        try:
+            requests.check(request)
+            for number in list(client.handed):
+                if number < request.settled:
+                    client.handed.pop(number, None)
+            if request.kind in ("collect", "withdraw"):
+                return self._about(client, request)
+            known = client.ledger.begin(request)
+            return self._carried_out(client, request) if known is None else known
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the client's to see
+            return failed(request.number, error)
+
+    def _carried_out(self, client: Client, request: Message) -> Message:
+        answer = None
+        try:
+            answer = self._attempt(client, request)
+            if answer is None:
+                return self._park(client, request)
+            return answer
+        finally:
+            if answer is not None:
+                client.ledger.end(request.number, answer if request.kind in self._once else None)
+            else:
+                client.ledger.leave(request.number)
 
     def _attempt(self, client: Client, request: Message) -> Message | None:
         """None: not yet, and the client would wait."""
         try:
-            if request.kind in self._waiting:
-                answer = self._waiting[request.kind][1](request)
-            elif request.kind in self._direct:
-                answer = self._direct[request.kind](request)
-            elif request.kind in self._transfers:
-                answer = self._transfers[request.kind](client, request)
-            else:
-                raise InvalidArgument(f"nobody here knows what {request.kind!r} is; is the client a newer millpond?")
+            answer = self._kinds[request.kind](client, request)
         except DeadlineExceeded as error:
             return None if request.fields.get("wait") else failed(request.number, error)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the client's to see
@@ -108,19 +129,42 @@ class Answers:
         return Message(answer.kind, request.number, answer.fields, answer.tensors)
 
     def _park(self, client: Client, request: Message) -> Message:
-        side = self._waiting[request.kind][0]
-        ledger, number = client.ledger, request.number
-        if not request.kind.startswith("until"):
-            self._packed.count_block(side)
-        ledger.park(number)
+        side, ledger, number = self._sides[request.kind], client.ledger, request.number
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in request.tensors.values())
+        if not self._hold(nbytes):
+            raise OutOfMemory(
+                f"{request.kind}({request.fields['n']}): writes of {self._held} bytes wait at the owner, and at "
+                f"most {HELD} may; wait_until_writable() waits without sending them"
+            )
+        parked = False
+        try:
+            if not request.kind.startswith("until"):
+                self._packed.count_block(side)
+            ledger.park(number)
+            parked = True
+        finally:
+            if not parked:
+                self._hold(-nbytes)
+
+        def left() -> None:
+            self._hold(-nbytes)
 
         def answered(answer: Message) -> None:
             ledger.end(number, answer)
             client.notify(number)
 
-        need, exempt = request.fields["n"], bool(request.fields.get("exempt"))
-        self._lots[side].park(Call(client.id, number, need, exempt, lambda: self._attempt(client, request), answered))
+        need, exempt = request.fields["n"], request.fields["exempt"]
+        attempt = functools.partial(self._attempt, client, request)
+        self._lots[side].park(Call(client.id, number, need, exempt, attempt, answered, left))
         return ledger.look(number) or Message("parked", number)
+
+    def _hold(self, nbytes: int) -> bool:
+        """Note so many bytes more, or less, of writes that wait. False: that would be too many."""
+        with self._counting:
+            if nbytes > 0 and self._held + nbytes > HELD:
+                return False
+            self._held += nbytes
+            return True
 
     def _about(self, client: Client, request: Message) -> Message:
         """Collect the answer to a parked request, or take the request back."""
@@ -130,7 +174,7 @@ class Answers:
             return Message("withdrawn", request.number, {"text": self._explained(request)})
         found = client.ledger.look(number)
         if found is None:
-            return failed(request.number, InvalidArgument(f"request {number} does not wait here"))
+            raise InvalidArgument(f"request {number} does not wait here")
         return Message(found.kind, request.number, found.fields, found.tensors)
 
     def _explained(self, request: Message) -> str:
@@ -140,7 +184,7 @@ class Answers:
             return str(error)
 
     # ------------------------------------------------------------------ what may have to wait
-    def _extend(self, asked: Message) -> Message:
+    def _extend(self, client: Client, asked: Message) -> Message:
         fields, receipt = asked.fields, asked.fields["receipt"]
         slots = self._packed.put(
             asked.tensors["rows"],
@@ -148,7 +192,7 @@ class Answers:
             priority=asked.tensors.get("priority"),
             receipt=None if receipt is None else (receipt[0], receipt[1]),
             exempt=fields["exempt"],
-            who=fields.get("who"),
+            who=fields["who"],
         )
         if slots is None:
             return Message("done", tensors={"slots": NO_SLOTS})
@@ -157,11 +201,25 @@ class Answers:
             return Message("done", tensors={"slots": short(slots)})
         return _done(start=start, n=len(slots))
 
-    def _sample(self, asked: Message) -> Message:
-        fields = asked.fields
-        return _taken(self._packed.take(fields["n"], wait=fields["patient"], exempt=fields["exempt"]))
+    def _sample(self, client: Client, asked: Message) -> Message:
+        n, exempt = asked.fields["n"], asked.fields["exempt"]
+        self._check_size(n)
+        if len(client.handed) >= UNSETTLED:
+            raise InvalidArgument(f"{len(client.handed)} batches were handed out, and none of them was settled")
+        taken = self._packed.take(n, wait=asked.fields["patient"], exempt=exempt)
+        client.handed[asked.number] = self._packed.noted(taken, n), exempt
+        return _taken(taken)
 
-    def _until(self, asked: Message) -> Message:
+    def _check_size(self, n: int) -> None:
+        """Raises ``OutOfMemory`` for a batch that no answer can hold."""
+        if n > FREELY:
+            check_room(n, self._packed.buffer.schema)
+        most = max(ANSWER, self._packed.nbytes)
+        nbytes = n * self._packed.row_nbytes
+        if nbytes > most:
+            raise OutOfMemory(f"{n} items are {nbytes} bytes; an answer of this owner has at most {most}")
+
+    def _until(self, client: Client, asked: Message) -> Message:
         buffer, n = self._packed.chosen(asked.fields["exempt"]), asked.fields["n"]
         wait = buffer.wait_until_sampleable if asked.kind == "until_sample" else buffer.wait_until_writable
         if not wait(n, timeout=0):
@@ -169,41 +227,44 @@ class Answers:
         return _done()
 
     # ------------------------------------------------------------------ what never waits
-    def _bind(self, asked: Message) -> Message:
+    def _bind(self, client: Client, asked: Message) -> Message:
         offered = asked.fields["schema"]
         schema = self._packed.buffer.schema if offered is None else self._packed.bind(Schema.from_json(offered))
         return _done(schema=None if schema is None else schema.to_json())
 
-    def _counts(self, asked: Message) -> Message:
+    def _counts(self, client: Client, asked: Message) -> Message:
         buffer = self._packed.buffer
         return _done(write_count=buffer.write_count, storage_size=buffer.storage_size, size=len(buffer))
 
-    def _can_sample(self, asked: Message) -> Message:
+    def _can_sample(self, client: Client, asked: Message) -> Message:
         return _done(can=self._packed.chosen(asked.fields["exempt"]).can_sample(asked.fields["n"]))
 
-    def _pick(self, asked: Message) -> Message:
+    def _pick(self, client: Client, asked: Message) -> Message:
         which: Any = asked.tensors.get("which")
         rows, shape = self._packed.pick(slice(*asked.fields["slice"]) if which is None else which)
         return Message("done", fields={"shape": list(shape)}, tensors={"rows": rows})
 
-    def _give_back(self, asked: Message) -> Message:
-        fields, tensors = asked.fields, asked.tensors
-        extra = {tuple(key): tensors[f"extra{i}"].clone() for i, key in enumerate(fields["extra"])}
-        slots, numbers = (tensors[name].long().numpy().copy() for name in ("slots", "numbers"))
-        taken = Taken(tensors["rows"].clone(), slots, numbers, extra, fields["emptied"], asked=fields["n"])
-        self._packed.give_back(taken, exempt=fields["exempt"])
+    def _peek(self, client: Client, asked: Message) -> Message:
+        self._check_size(asked.fields["n"])
+        return _taken(self._packed.peek(asked.fields["n"]))
+
+    def _give_back(self, client: Client, asked: Message) -> Message:
+        handed = client.handed.pop(asked.fields["number"], None)
+        if handed is None:
+            raise InvalidArgument(f"request {asked.fields['number']} was given no batch that could come back")
+        self._packed.give_back(handed[0], exempt=handed[1])
         return _done()
 
-    def _empty(self, asked: Message) -> Message:
+    def _empty(self, client: Client, asked: Message) -> Message:
         self._packed.buffer.empty()
         return _done()
 
-    def _update_priority(self, asked: Message) -> Message:
+    def _update_priority(self, client: Client, asked: Message) -> Message:
         tensors = asked.tensors
         named = self._packed.named(tensors["index"], tensors.get("generation"))
         return _done(applied=self._packed.buffer.update_priority(named, tensors["priority"]))
 
-    def _update(self, asked: Message) -> Message:
+    def _update(self, client: Client, asked: Message) -> Message:
         tensors = asked.tensors
         patch: dict[str, Any] = {}
         for i, key in enumerate(asked.fields["keys"]):
@@ -242,9 +303,9 @@ class Answers:
         return _done()
 
     def _offer(self, client: Client, asked: Message) -> Message:
-        nbytes = asked.fields["nbytes"]
-        if type(nbytes) is not int:
-            raise InvalidArgument(f"a state of {nbytes!r:.40} bytes")
+        nbytes, most = asked.fields["nbytes"], max(STATE, 4 * self._packed.nbytes)
+        if nbytes > most:
+            raise InvalidArgument(f"a state of {nbytes} bytes; one of this buffer has at most {most}")
         client.incoming = Spool(nbytes)
         return _done()
 

@@ -32,8 +32,9 @@ class RayReplayBuffer(ReplayClient):
 
     Args:
         storage: a capacity in items, or a storage.
-        transport: how clients reach it: ``auto`` (shared memory on the owner's host, Gloo elsewhere), ``shm``,
-            ``gloo``, ``ray``, or ``nccl`` (Gloo, and samples from the GPU of the storage to that of ``device``).
+        transport: how clients reach it: ``auto`` (shared memory on the owner's host, ``gloo`` elsewhere), ``shm``,
+            ``gloo`` (the network), ``ray``, or ``nccl`` (the network, and samples from the GPU of the storage to that
+            of ``device``).
         schema: the fields of an item; otherwise the first write binds it.
         ray_options: of the actor, as ``ray.remote`` takes them: ``resources``, ``name``, ``namespace``, ``lifetime``….
             Without ``num_cpus`` it is 0: a buffer that waits needs no core of its own. Where they ask for no resources

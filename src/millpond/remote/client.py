@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import torch
 
-from millpond.core.errors import BufferClosed, InvalidArgument, NotShareable
+from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, NotShareable
 from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
-from millpond.remote.connecting import Backend, check_schema, choose, reach
+from millpond.remote.connecting import Backend, check_schema, choose, listening, reach, unreachable
 from millpond.remote.owner import Owner, check_transport, this_host
 from millpond.remote.proxy import Proxy
 from millpond.replay.buffer import Handle, ReplayBuffer
@@ -28,7 +28,7 @@ class ReplayClient:
     """A buffer that another process owns, with the methods of `ReplayBuffer` and their meaning. Picklable.
 
     It connects at its first use, in whichever process that is: through shared memory on the owner's host, through
-    the owner's Gloo endpoint elsewhere (see ``transport``). Any number of threads may use it; a forked child gets a
+    the network elsewhere (see ``transport``). Any number of threads may use it; a forked child gets a
     connection of its own. Made by ``RayReplayBuffer.client()``, or by `connect` from a name.
 
     Besides what the methods of `ReplayBuffer` raise, each raises ``PeerLost``, naming the owner, within 5 s of its
@@ -76,7 +76,12 @@ class ReplayClient:
                 self._leave()  # the network failed for a while, perhaps: see whether the owner is there
                 self._backend = None
             if self._backend is None:
-                transport = self.transport
+                try:
+                    transport = self.transport
+                except NotShareable as problem:
+                    raise unreachable(self._owner, problem) from problem
+                if transport != "shm":
+                    self._owner = listening(self._owner, self._timeout)
                 backend = reach(self._owner, transport, seed=self._seed, timeout=self._timeout)
                 try:
                     if self._offered is not None:
@@ -148,12 +153,18 @@ class ReplayClient:
         return self._buffer[which]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._buffer)
+        try:
+            return iter(self._buffer)
+        except BufferClosed:
+            return iter(())
 
     # ------------------------------------------------------------------ waiting
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """As ``ReplayBuffer.can_sample``."""
-        return self._buffer.can_sample(batch_size)
+        """As ``ReplayBuffer.can_sample``: False also where the buffer was closed."""
+        try:
+            return self._buffer.can_sample(batch_size)
+        except BufferClosed:
+            return False
 
     def wait_until_sampleable(
         self, num_items: int | None = None, *, timeout: float | None = None, cancel_event: Any = None
@@ -193,7 +204,10 @@ class ReplayClient:
 
     def explain(self, op: str = "sample", n: int | None = None) -> str:
         """As ``ReplayBuffer.explain``."""
-        return self._buffer.explain(op, n)
+        try:
+            return self._buffer.explain(op, n)
+        except BufferClosed as closed:
+            return f"{op} cannot proceed: {closed}"
 
     @property
     def capacity(self) -> int:
@@ -293,6 +307,10 @@ class ReplayClient:
             schema: what it will write; another than the bound one is refused, with the difference, when it connects.
             seed: of what it draws where it draws itself, that is on the owner's host.
         """
+        wanted = self._owner.transport if transport is None else check_transport(transport)
+        if self._owner.line is None and wanted not in ("auto", "shm"):  # it may go to where there is no Ray
+            with contextlib.suppress(MillpondError):
+                self._owner = listening(self._owner, self._timeout)
         return ReplayClient(
             self._owner, transport=transport, host=host, schema=schema, seed=seed, connect_timeout=self._timeout
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from millpond.core.errors import DeadlineExceeded, InvalidArgument, PeerLost
+from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, PeerLost
 from millpond.core.extras import extra
 from millpond.remote.failures import raised
 from millpond.remote.messages import Message
@@ -23,6 +25,7 @@ NAMESPACE = "millpond"
 CONTROL, DATA = "control", "data"
 _GROUPS = {CONTROL: 4, DATA: 16}  # calls at a time; none of them waits for the buffer
 _CLOSING_S = 10.0
+_WORDS, _WORD_S = b"millpond", 1.0  # where words about owners are kept, and how long one is asked for
 # Options by which an owner needs a certain node, or one that has what it needs.
 _PLACES = ("scheduling_strategy", "resources", "num_cpus", "num_gpus", "memory", "accelerator_type", "label_selector")
 
@@ -104,9 +107,27 @@ def find(name: str, namespace: str, address: str) -> Any:
 
 
 def owner_of(name: str, namespace: str, address: str, timeout: float) -> Owner:
-    """What a client must know of a live owner. Raises ``PeerLost`` or ``DeadlineExceeded``."""
-    owner: Owner = _get(find(name, namespace, address).owner, timeout=timeout, name=name)
+    """What a client must know of a live owner. Raises ``BufferClosed``, ``PeerLost`` or ``DeadlineExceeded``."""
+    try:
+        owner: Owner = _get(find(name, namespace, address).owner, timeout=timeout, name=name)
+    except PeerLost:
+        head = ray().get_runtime_context().gcs_address if ray().is_initialized() else ""
+        if _head(head, "internal_kv_get", _name(name, namespace), _WORDS) is not None:
+            raise BufferClosed(f"replay {name!r} in namespace {namespace!r} was closed") from None
+        raise
     return owner
+
+
+def listening(owner: Owner, timeout: float) -> Owner:
+    """The same owner, once it listens. Raises ``PeerLost``, ``DeadlineExceeded``, or what keeps it from listening."""
+    actor = find(owner.name, owner.namespace, owner.cluster)
+    said = _get(actor.listen, timeout=timeout, name=owner.name)
+    if isinstance(said, Message):
+        raise raised(said)
+    if said.token != owner.token:
+        raise PeerLost(f"{owner} is gone; another one has its name")
+    made: Owner = said
+    return made
 
 
 def describe(name: str, namespace: str, address: str, timeout: float) -> dict[str, Any]:
@@ -122,6 +143,45 @@ def inspect(name: str, namespace: str, address: str, *, rows: int, timeout: floa
         raise raised(report)
     made: dict[str, Any] = report
     return made
+
+
+def note_closed(owner: Owner) -> None:
+    """Leave a word that this owner closed on purpose, for whoever comes later. It lives as long as the cluster."""
+    for key in (_word(owner), _name(owner.name, owner.namespace)):
+        _head(owner.cluster, "internal_kv_put", key, b"closed", True, _WORDS)
+
+
+def note_open(owner: Owner) -> None:
+    """Who asks for this name asks for this owner from now on."""
+    _head(owner.cluster, "internal_kv_del", _name(owner.name, owner.namespace), False, _WORDS)
+
+
+def was_closed(owner: Owner) -> bool:
+    """Did this owner close on purpose? False also where nobody can be asked."""
+    return _head(owner.cluster, "internal_kv_get", _word(owner), _WORDS) is not None
+
+
+def _head(address: str, method: str, *arguments: Any) -> Any:
+    """Ask Ray's head, which keeps such words. This process need not be connected to the cluster. None: nobody there.
+
+    Without a word somebody gets another message, and nothing worse: so nothing is raised.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_WORD_S).close()  # Ray itself would try for long
+        client = importlib.import_module("ray._raylet").GcsClient(address=address)
+        return getattr(client, method)(*arguments, timeout=_WORD_S)
+    except Exception as problem:  # noqa: BLE001  # whatever it is, it is no word
+        logging.getLogger("millpond").debug("no word at Ray's head %r: %r", address, problem)
+        return None
+
+
+def _word(owner: Owner) -> bytes:
+    return hashlib.sha256(owner.token).hexdigest().encode()
+
+
+def _name(name: str, namespace: str) -> bytes:
+    return f"{namespace}/{name}".encode()
 
 
 def stop(actor: Any) -> None:

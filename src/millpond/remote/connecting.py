@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millpond.core.errors import NotShareable, PeerLost
+from millpond.core.errors import BufferClosed, MillpondError, NotShareable, PeerLost
 from millpond.core.schema import Schema
 from millpond.remote import cluster
 from millpond.remote.line import Line
@@ -10,7 +10,7 @@ from millpond.remote.owner import Owner
 from millpond.remote.proxy import Proxy
 from millpond.remote.session import Session, Wire
 from millpond.remote.transports import nccl, shm
-from millpond.remote.transports.gloo import GlooWire
+from millpond.remote.transports.network import NetworkWire
 from millpond.remote.transports.ray import RayWire
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.rules import generator
@@ -19,7 +19,7 @@ Backend = ReplayBuffer | Proxy
 
 
 def choose(owner: Owner, transport: str, host: str) -> str:
-    """``auto``: shared memory on the owner's host, else its Gloo endpoint, else Ray.
+    """``auto``: shared memory on the owner's host, else the network, else Ray.
 
     Raises ``NotShareable`` where ``shm`` is asked for, and cannot be; the message says why.
     """
@@ -34,35 +34,71 @@ def choose(owner: Owner, transport: str, host: str) -> str:
 
 
 def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> Backend:
-    """The buffer by this transport. Raises ``PeerLost`` where the owner is gone or cannot be reached."""
+    """The buffer by this transport.
+
+    Raises ``BufferClosed`` where it was closed, ``PeerLost`` where the owner is gone or cannot be reached.
+    """
     if transport == "shm":
-        buffer = shm.attach(owner)
+        try:
+            buffer = shm.attach(owner)
+        except (NotShareable, PeerLost) as problem:
+            raise (
+                BufferClosed(f"{owner} has closed the buffer") if cluster.was_closed(owner) else problem
+            ) from problem
         if seed is not None:
             buffer._works.engine.random.torch = generator(seed)
         return buffer
+    assert owner.line is not None, "listening() comes first"
     try:
-        line = Line(owner.line, owner.token, timeout=timeout)
+        device = owner.rules.device
+        pinned = transport == "gloo" and device is not None and device.startswith("cuda")
+        line = Line(owner.line, owner.token, timeout=timeout, pinned=pinned)
     except PeerLost as problem:
-        raise PeerLost(f"{owner} is gone, or cannot be reached: {problem}") from problem
+        raise _gone(owner, problem) from problem
     try:
         return Proxy(Session(owner, line, _wire(owner, transport, line, timeout)))
     except BaseException as problem:
         line.close()
-        if isinstance(problem, ConnectionError) and not isinstance(problem, PeerLost):
-            raise PeerLost(f"{owner} is gone, or cannot be reached: {problem}") from problem
+        if isinstance(problem, ConnectionError):
+            raise _gone(owner, problem) from problem
         raise
+
+
+def listening(owner: Owner, timeout: float) -> Owner:
+    """The same owner, once it listens: it does as soon as somebody needs it. Raises as `reach` does."""
+    if owner.line is not None:
+        return owner
+    if cluster.was_closed(owner):  # asked first: else this process might connect to a cluster in vain
+        raise BufferClosed(f"{owner} has closed the buffer")
+    try:
+        return cluster.listening(owner, timeout)
+    except PeerLost as problem:
+        raise _gone(owner, problem) from problem
+
+
+def unreachable(owner: Owner, problem: MillpondError) -> MillpondError:
+    """Why shared memory cannot be reached, if there is more to say than ``problem`` does."""
+    if cluster.was_closed(owner):
+        return BufferClosed(f"{owner} has closed the buffer")
+    return PeerLost(f"{owner} is gone") if shm.left(owner) else problem
+
+
+def _gone(owner: Owner, problem: Exception) -> MillpondError:
+    if cluster.was_closed(owner):
+        return BufferClosed(f"{owner} has closed the buffer")
+    return PeerLost(f"{owner} is gone, or cannot be reached: {problem}")
 
 
 def _wire(owner: Owner, transport: str, line: Line, timeout: float) -> Wire:
     if transport == "ray":
         return RayWire(cluster.find(owner.name, owner.namespace, owner.cluster), line)
     if not owner.gloo:
-        raise PeerLost(f"{owner} has no Gloo endpoint: it was made with transport={owner.transport!r}")
-    device = owner.rules.device
+        raise PeerLost(f"{owner} takes no payloads by the network: it was made with transport={owner.transport!r}")
     if transport == "nccl":
+        device = owner.rules.device
         nccl.check(owner.gpu, device)
-        return GlooWire(line, timeout, direct=device)
-    return GlooWire(line, timeout, pinned=device is not None and device.startswith("cuda"))
+        return NetworkWire(line, timeout, direct=device)
+    return NetworkWire(line, timeout)
 
 
 def check_schema(backend: Backend, schema: Schema) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 from millpond.core import errors
-from millpond.core.errors import MillpondError, WorkerFailed
+from millpond.core.errors import MillpondError, OutOfMemory, WorkerFailed
 from millpond.remote.messages import Message
 
 _PLAIN: dict[str, type[Exception]] = {
@@ -15,6 +15,8 @@ _PLAIN: dict[str, type[Exception]] = {
 
 def failed(number: int, error: Exception) -> Message:
     """The answer to a request that raised. What nobody expected carries the owner's traceback."""
+    if isinstance(error, MemoryError) and not isinstance(error, MillpondError):
+        error = OutOfMemory(f"the owner's memory does not suffice: {error}")
     fields = {"error": type(error).__name__, "text": str(error)}
     if not isinstance(error, MillpondError | IndexError):
         fields["traceback"] = "".join(traceback.format_exception(error))

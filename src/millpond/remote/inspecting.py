@@ -35,13 +35,15 @@ def inspect_owner(place: str, *, rows: int = 3) -> dict[str, Any]:
 def spell_remote(remote: dict[str, Any]) -> str:
     """The part of a report that only such buffers have, as lines of text."""
     traffic, parked = remote["traffic"], remote["parked"]
-    listens = remote["endpoints"]["extend"] or "nowhere: it was made with transport='ray'"
+    listens = remote["listens"] or "nowhere yet: no client needed it"
     lines = [
         f"remote     process {remote['process']} on {remote['node']}, transport {remote['transport']}",
-        f"           Gloo endpoint {listens}",
+        f"           endpoint {remote['endpoints']['extend'] or 'in Ray'}; it listens at {listens}",
         f"           {len(remote['clients'])} clients from elsewhere; of their calls "
         f"{parked['sample']} wait to sample, {parked['extend']} to extend",
-        f"           bytes in {traffic['gloo_in']:,} by Gloo, {traffic['ray_in']:,} by Ray; "
-        f"out {traffic['gloo_out']:,} by Gloo, {traffic['ray_out']:,} by Ray",
+        f"           bytes in {traffic['gloo_in']:,} by the network, {traffic['ray_in']:,} by Ray; "
+        f"out {traffic['gloo_out']:,} by the network, {traffic['ray_out']:,} by Ray",
+        f"           rows in {traffic['gloo_rows_in']:,} and {traffic['ray_rows_in']:,}; "
+        f"out {traffic['gloo_rows_out']:,} and {traffic['ray_rows_out']:,}",
     ]
     return "\n".join(lines)

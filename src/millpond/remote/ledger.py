@@ -8,6 +8,8 @@ from millpond.core.errors import InvalidArgument
 from millpond.remote.failures import failed
 from millpond.remote.messages import Message
 
+UNSETTLED = 1 << 16  # answers that are kept for a client
+
 
 class Ledger:
     """A client repeats a request, under its number, where it cannot know whether it arrived. For that the answer is
@@ -33,6 +35,8 @@ class Ledger:
                 self._changed.wait()
             known = self._look(number)
             if known is None:
+                if len(self._answers) >= UNSETTLED:
+                    raise InvalidArgument(f"{len(self._answers)} answers were given, and none of them was settled")
                 self._busy.add(number)
             return known
 
@@ -50,6 +54,12 @@ class Ledger:
             self._parked.discard(number)
             if answer is not None and number >= self._settled:
                 self._answers[number] = answer
+            self._changed.notify_all()
+
+    def leave(self, number: int) -> None:
+        """It is not being carried out any more, and was not answered, unless it is parked or was since."""
+        with self._changed:
+            self._busy.discard(number)
             self._changed.notify_all()
 
     def look(self, number: int) -> Message | None:

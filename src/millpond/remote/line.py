@@ -4,11 +4,14 @@ The kernel answers for a process that is busy, and hangs up for one that is dead
 answering the kernel's probes, which is noticed after `SILENCE` seconds. So nobody needs to ask whether the other side
 lives, and an owner that saves for a minute is not taken for dead.
 
-A client introduces itself with the owner's token, which it got through Ray. Then it sends heads of messages, and the
-owner sends heads of answers, or the bare number of a parked request whose answer is there now::
+A client introduces itself with the owner's token, which it got through Ray. Then it sends messages, and the
+owner sends answers, or the bare number of a parked request whose answer is there now::
 
-    client → owner   token (16 bytes)  id (16 bytes)   then  length (u32)  head
-    owner → client   number (u64)  length (u32)  head       number 0: closed on purpose; length 0: come and collect
+    client → owner   token (16 bytes)  id (16 bytes)   then  length (u32)  head  payload
+    owner → client   number (u64)  length (u32)  head  payload   number 0: closed on purpose; length 0: collect it
+
+How long a payload is its head says. It is sent from where it lies, and received into memory of its own. Clients whose
+payloads go through Ray hear on the line only who lives, and what there is to collect.
 
 This is the client's end; the owner's is in `millpond.remote.switchboard`.
 """
@@ -23,29 +26,64 @@ import socket
 import struct
 import threading
 import time
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
+
+import torch
 
 from millpond.core.errors import PeerLost
+from millpond.remote.messages import payload_nbytes
 
 SILENCE = 4  # seconds
 REQUEST, ANSWER = struct.Struct("<I"), struct.Struct("<QI")
 CLOSED, WELCOME = 0, (1 << 64) - 1  # numbers that no request has
-FIRST_GROUP = (1 << 64) - 2  # the number of a wish for a group; the next has one less
-COLLECT: Final = b""  # instead of a head: the answer to the parked request is there
+COLLECT: Final = b""  # instead of an answer: the one to the parked request is there
+_INFO = struct.Struct("8B13I")  # the beginning of Linux's tcp_info
+_BUSY_S = 600.0  # that an owner may be busy, and live
 _SLICE_S = 0.5
+_LONGEST_S = 1e6  # that a system call can be told to wait
+_LOOK_S = 0.1  # between looks whether somebody else has stopped to listen
 
 End = Literal["closed", "lost"]
-Said = bytes | bytearray
 
 
-def watch(connection: socket.socket) -> None:
-    """Small messages leave at once, and a silent other side is noticed by the kernel."""
+class Answer(NamedTuple):
+    """A head, and its payload: uint8 ``[n]``."""
+
+    head: bytearray
+    payload: torch.Tensor | None
+
+
+Said = Answer | Literal[b""]
+
+
+def watch(connection: socket.socket, patience: float) -> None:
+    """Small messages leave at once, and a silent other side is noticed by the kernel: within `SILENCE` where nothing is
+    on its way there, else after ``patience`` seconds, which one that lives and does not read may take."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probes = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 1, "TCP_USER_TIMEOUT": 1000 * SILENCE}
+    patience_ms = round(1000 * patience)
+    probes = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 1, "TCP_USER_TIMEOUT": patience_ms}
     for name, value in probes.items():
         if hasattr(socket, name):  # not all systems have all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def silent(connection: socket.socket) -> bool:
+    """Has the other side's kernel answered nothing for `SILENCE` seconds, though something is on its way there?
+
+    One that lives, and does not read, still answers: what is sent again within the time after which it is, and each
+    look whether there is room by now.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:
+        return True
+    _, _, _, probes, _, _, _, _, again_us, _, _, _, underway, *_, heard_ms = _INFO.unpack(about)
+    unheard_s, again_s = heard_ms / 1e3, again_us / 1e6
+    unanswered: bool = probes > 1 or (underway > 0 and unheard_s > 1.2 * again_s + 0.5)
+    return unheard_s > SILENCE and unanswered
 
 
 class _Turn:
@@ -56,7 +94,7 @@ _TURN = _Turn()
 
 
 class Slot:
-    """Where what is said about one request arrives: heads, or `COLLECT`; None once the line has ended."""
+    """Where what is said about one request arrives: answers, or `COLLECT`; None once the line has ended."""
 
     __slots__ = ("said", "waiting")
 
@@ -71,42 +109,73 @@ class Line:
     It has no thread of its own: of those that wait one listens for all, and hands that duty on when it has what it
     waits for. So a client with one thread is woken by the kernel itself.
 
-    Raises ``PeerLost`` where nobody answers at ``address``, or somebody who does not know the token.
+    ``pinned``: receive into memory from which a GPU copies faster. Raises ``PeerLost`` where nobody answers at
+    ``address``, or somebody who does not know the token.
     """
 
-    def __init__(self, address: tuple[str, int], token: bytes, *, timeout: float) -> None:
+    def __init__(self, address: tuple[str, int], token: bytes, *, timeout: float, pinned: bool = False) -> None:
         self.id = secrets.token_bytes(16)
         self.end: End | None = None  # how it ended, as far as anybody has listened
         self._slots: dict[int, Slot] = {}
         self._sending, self._listening = threading.Lock(), threading.Lock()
-        self._prefix, self._body, self._filled = bytearray(ANSWER.size), bytearray(), 0
-        self._number: int | None = None  # of the answer whose head is being read
+        self._pinned = pinned
+        self._prefix = bytearray(ANSWER.size)
+        self._number, self._head = 0, bytearray()  # of the answer that is being read
+        self._payload: torch.Tensor | None = None
+        self._part, self._filled = memoryview(self._prefix), 0  # what is being read, and how much of it is there
         try:
-            self._socket = socket.create_connection(address, timeout=timeout)
+            self._socket = socket.create_connection(address, timeout=min(timeout, _LONGEST_S))
         except OSError as problem:
             raise PeerLost(f"nobody answers at {address[0]}:{address[1]}: {problem}") from problem
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         welcome = self.open(WELCOME)
         with contextlib.suppress(OSError, queue.Empty):
-            watch(self._socket)
+            watch(self._socket, _BUSY_S)
             self._socket.settimeout(None)
             self._socket.sendall(token + self.id)
-            self.local_host: str = self._socket.getsockname()[0]
-            if self.wait(welcome, timeout) == COLLECT:
+            if self.wait(welcome, min(timeout, _LONGEST_S)) == COLLECT:
                 self.shut(WELCOME)
                 return
         self._socket.close()
         raise PeerLost(f"{address[0]}:{address[1]} is not the owner that was looked for")
 
     # ------------------------------------------------------------------ asking
-    def ask(self, head: bytes) -> None:
-        """Send one request. Raises ``ConnectionError`` where the line has ended."""
+    def ask(self, head: bytes, payload: torch.Tensor | None = None) -> None:
+        """Send one request. Raises ``ConnectionError`` where the line has ended.
+
+        An exception that cuts this off, such as Ctrl-C, ends the line: nobody can tell how much of it was sent.
+        """
+        parts = [memoryview(REQUEST.pack(len(head)) + head)]
+        if payload is not None:
+            parts.append(payload.numpy().data)
         with self._sending:
             try:
-                self._socket.sendall(REQUEST.pack(len(head)) + head)
+                while parts:
+                    sent = self._send(parts)
+                    while parts and sent >= len(parts[0]):
+                        sent -= len(parts.pop(0))
+                    if sent:
+                        parts[0] = parts[0][sent:]
             except OSError as problem:
                 raise ConnectionError(str(problem)) from problem
+            except BaseException:
+                self._cut()
+                raise
+
+    def _send(self, parts: list[memoryview]) -> int:
+        """As much as there is room for. Where there is none the owner may be waiting to be heard: then listen too."""
+        try:
+            return self._socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self.look()
+            if self.end is not None:
+                raise ConnectionError("the line has ended") from None
+            room = select.poll()
+            room.register(self._socket, select.POLLOUT | select.POLLIN)
+            if not room.poll(1000 * _LOOK_S) and silent(self._socket):
+                self._cut()
+            return 0
 
     def open(self, number: int) -> Slot:
         """Where to wait for what is said about this request."""
@@ -188,39 +257,61 @@ class Line:
         """Hear one thing, and put it where it belongs. False: nothing whole came within so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while self.end is None:
-            part = self._prefix if self._number is None else self._body
-            try:
-                came = self._socket.recv_into(memoryview(part)[self._filled :], 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                left = _left(deadline)
-                if left == 0 or not self._poll.poll(None if left is None else 1000 * left):
-                    return False
+            heard = self._receive()
+            if heard is not None:
+                if heard:
+                    return True
                 continue
-            except OSError:
-                came = 0
+            left = _left(deadline)
+            slice_s = _SLICE_S if left is None else min(left, _SLICE_S)
+            if left == 0:
+                return False
+            if not self._poll.poll(1000 * slice_s) and silent(self._socket):
+                self._cut()
+        return True
+
+    def _receive(self) -> bool | None:
+        """Take what is there. True: and with it there is something to hand out. None: nothing is there."""
+        try:
+            came = self._socket.recv_into(self._part[self._filled :], 0, socket.MSG_DONTWAIT)
             if came == 0:
                 self._finish("lost")
                 return True
             self._filled += came
-            if self._filled == len(part) and self._heard():
-                return True
-        return True
+            return self._filled == len(self._part) and self._heard()
+        except BlockingIOError:
+            return None
+        except OSError:
+            self._finish("lost")
+            return True
+        except BaseException:  # such as Ctrl-C: nobody can tell how much was read
+            self._cut()
+            raise
 
     def _heard(self) -> bool:
         """A part is complete. True: and with it something to hand out."""
         self._filled = 0
-        if self._number is None:
+        if self._part.obj is self._prefix:
             number, nbytes = ANSWER.unpack(self._prefix)
             if number == CLOSED:
                 self._finish("closed")
             elif nbytes == 0:
                 self._put(number, COLLECT)
             else:
-                self._number, self._body = number, bytearray(nbytes)
+                self._number, self._head = number, bytearray(nbytes)
+                self._part = memoryview(self._head)
                 return False
             return True
-        number, self._number = self._number, None
-        self._put(number, self._body)
+        if self._part.obj is self._head:
+            self._payload = None
+            nbytes = payload_nbytes(self._head)
+            if nbytes:
+                self._payload = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+                self._part = self._payload.numpy().data
+                return False
+        answer, self._head, self._payload = Answer(self._head, self._payload), bytearray(), None
+        self._part = memoryview(self._prefix)
+        self._put(self._number, answer)
         return True
 
     def _put(self, number: int, said: Said) -> None:
@@ -232,6 +323,12 @@ class Line:
         self.end = end
         for slot in list(self._slots.values()):
             slot.said.put(None)
+
+    def _cut(self) -> None:
+        """What follows could not be understood."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._finish("lost")
 
     def close(self) -> None:
         """Hang up. The owner forgets this client, and whoever waits hears the end."""

@@ -29,17 +29,18 @@ def check_transport(transport: str) -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """One owner. ``line`` is where it listens, ``gloo`` says whether payloads have an endpoint too, ``gpu`` is the
-    storage's device where it is one, ``handle`` is how its own host finds the buffer, and ``cluster`` is the address of
-    Ray's head."""
+    """One owner. ``line`` is where it listens, None where it did not yet, ``gloo`` says whether payloads may come there
+    too, ``machine`` is its boot and its namespace of processes, ``gpu`` is the storage's device where it is one,
+    ``handle`` is how its own host finds the buffer, and ``cluster`` is the address of Ray's head."""
 
     name: str
     namespace: str
     pid: int
     node: str
     host: str
+    machine: tuple[str, int]
     transport: str
-    line: Address
+    line: Address | None
     token: bytes
     cluster: str
     gloo: bool
@@ -51,7 +52,7 @@ class Owner:
         """This transport, and where it leads."""
         if transport == "shm" and self.handle is not None:
             return f"shm at {self.handle.path}"
-        return f"{transport} at {self.line[0]}:{self.line[1]}"
+        return f"{transport} at {self.node if self.line is None else f'{self.line[0]}:{self.line[1]}'}"
 
     def __str__(self) -> str:
         return f"the owner of replay {self.name!r} (process {self.pid} on {self.node})"

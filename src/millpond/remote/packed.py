@@ -58,13 +58,26 @@ class Packed:
         with self._ahead:
             return buffer._works.ahead.take(n, **patience)
 
-    def give_back(self, taken: Taken, *, exempt: bool) -> None:
-        """A batch did not reach whoever asked for it. Raises ``SchemaMismatch`` for rows that are none."""
-        buffer = self.chosen(exempt)
-        schema = buffer.schema
-        if schema is None or (taken.rows.shape != (len(taken.slots), schema.row_nbytes) and buffer._works.ahead.keeps):
-            raise SchemaMismatch(f"rows of shape {list(taken.rows.shape)}; bound is {schema!r}")
-        buffer._works.ahead.take_back([([taken], 1)])
+    def noted(self, taken: Taken, n: int) -> Taken:
+        """What to keep of a batch of n that was handed out, so that `give_back` can take it back."""
+        if not self.buffer._works.ahead.keeps:  # it would be drawn again
+            taken = taken._replace(rows=torch.empty(0, dtype=torch.uint8))
+        return taken._replace(asked=n, data=None)
+
+    def give_back(self, noted: Taken, *, exempt: bool) -> None:
+        """A batch did not reach whoever asked for it."""
+        self.chosen(exempt)._works.ahead.take_back([([noted], 1)])
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of an item; 1 where no schema is bound yet."""
+        schema = self.buffer.schema
+        return 1 if schema is None else schema.row_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items that fit."""
+        return self.buffer.capacity * self.row_nbytes
 
     def peek(self, n: int) -> Taken:
         """As ``ReplayBuffer.peek``."""

@@ -38,6 +38,7 @@ class Call:
     exempt: bool  # from the ratio, so that others' refusals say nothing about it
     attempt: Callable[[], Message | None]
     answered: Callable[[Message], None]
+    left: Callable[[], None] = lambda: None  # comes once, when it is here no more
 
 
 class Lot:
@@ -48,17 +49,15 @@ class Lot:
         self._calls: dict[tuple[bytes, int], Call] = {}
         self._changed = threading.Condition()  # the calls; never held during an attempt
         self._turn = threading.Lock()  # held during an attempt, so that no call is tried twice at once
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"millpond-{self._name}", daemon=True)
+        self._thread.start()  # now: later there may be no room for one
 
     def park(self, call: Call) -> None:
         """Keep the call until an attempt succeeds. The first is made here: the buffer may have changed meanwhile."""
         with self._changed:
             if not self._closed:
                 self._calls[call.client, call.number] = call
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=f"millpond-{self._name}", daemon=True)
-                    self._thread.start()
                 self._changed.notify()
                 closed = False
             else:
@@ -67,19 +66,24 @@ class Lot:
             answer = call.attempt()  # says that the buffer was closed
             if answer is not None:
                 call.answered(answer)
+            call.left()
         else:
             self._try(call)
 
     def withdraw(self, client: bytes, number: int) -> bool:
         """Take a call out. False: it is not here, so it was answered."""
         with self._turn, self._changed:
-            return self._calls.pop((client, number), None) is not None
+            call = self._calls.pop((client, number), None)
+        if call is not None:
+            call.left()
+        return call is not None
 
     def forget(self, client: bytes) -> None:
         """The client is gone, and its calls with it."""
         with self._turn, self._changed:
-            for key in [key for key in self._calls if key[0] == client]:
-                del self._calls[key]
+            gone = [self._calls.pop(key) for key in [key for key in self._calls if key[0] == client]]
+        for call in gone:
+            call.left()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -89,8 +93,7 @@ class Lot:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
         self.look()
 
     def look(self) -> None:
@@ -111,6 +114,7 @@ class Lot:
             with self._changed:
                 del self._calls[call.client, call.number]
             call.answered(answer)
+            call.left()
             return True
 
     def _run(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, NotReady, SchemaMismatch
+from millpond.core.errors import BufferClosed, InvalidArgument, NotReady, SchemaMismatch
 from millpond.core.schema import Batch, Schema
 from millpond.remote.messages import Message
 from millpond.remote.session import Patience, Session
@@ -22,7 +22,6 @@ from millpond.replay.desk import Desk
 from millpond.replay.editing import index_of, named
 from millpond.replay.order import this_thread
 from millpond.replay.prioritized import real_numbers
-from millpond.replay.samplers import SamplerWithoutReplacement
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
@@ -37,8 +36,6 @@ class Proxy:
         self._schema: Schema | None = None
         self._desk = Desk()
         self._exempt = 0
-        epochs = any(isinstance(layer, SamplerWithoutReplacement) for layer in rulebook.layers(self._rules.sampler))
-        self._keeps = epochs or self._rules.deliveries is not None  # what was drawn cannot be drawn again
 
     # ------------------------------------------------------------------ writing
     def extend(
@@ -122,31 +119,14 @@ class Proxy:
         n = self._batch_size(batch_size)
         patience = Patience(f"sample({n})", "sample", n, timeout, cancel_event)
         fields = {"n": n, "patient": wait, "wait": wait and patience.timeout > 0, "exempt": self._exempt > 0}
-        expected = 0 if self._schema is None else n * self._schema.row_nbytes
-        undo = functools.partial(self._give_back, n)
-        answer = self._session.call("sample", fields, None, patience, expected=expected, undo=undo)
-        try:
-            return self._dress(answer, return_info)
-        except BaseException:
-            undo(answer)
-            raise
-
-    def _give_back(self, n: int, answer: Message) -> None:
-        """A batch of n did not reach the caller, which may be told no other error for that."""
-        tensors = dict(answer.tensors)
-        if not self._keeps:  # it is drawn again, if at all
-            tensors["rows"] = torch.empty(0, dtype=torch.uint8)
-        fields = {**answer.fields, "n": n, "exempt": self._exempt > 0}
-        with contextlib.suppress(MillpondError):
-            self._session.call("give_back", fields, tensors)
+        dress = functools.partial(self._dress, return_info=return_info)
+        return self._session.call("sample", fields, None, patience, use=dress)
 
     def peek(self, n: int) -> Any:
-        return self._dress(self._session.call("peek", {"n": self._batch_size(n)}), False)
+        return self._session.call("peek", {"n": self._batch_size(n)}, use=self._dress)
 
-    def _dress(self, answer: Message, return_info: bool) -> Any:
+    def _dress(self, answer: Message, return_info: bool = False) -> Any:
         tensors = answer.tensors
-        if self._keeps and self._rules.transform is not None:  # which may change it in place, and then fail
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         rows, index, generation = tensors["rows"], tensors["slots"].long(), tensors["numbers"].long()
         extra = {tuple(key): tensors[f"extra{i}"] for i, key in enumerate(answer.fields["extra"])}
         if self._rules.device is not None:
@@ -158,7 +138,7 @@ class Proxy:
         if isinstance(index, slice):
             answer = self._session.call("pick", {"slice": [index.start, index.stop, index.step]})
         else:
-            answer = self._session.call("pick", None, {"which": torch.from_numpy(index)})
+            answer = self._session.call("pick", {"slice": None}, {"which": torch.from_numpy(index)})
         return rulebook.picked(self._known_schema(), answer.tensors["rows"], answer.fields["shape"])
 
     def __iter__(self) -> Iterator[Any]:
@@ -169,7 +149,10 @@ class Proxy:
             except BufferClosed:
                 return
             yield batch
-            if self._ask("epoch_over", n=n):
+            try:
+                if self._ask("epoch_over", n=n):
+                    return
+            except BufferClosed:
                 return
 
     # ------------------------------------------------------------------ waiting

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from millpond.core.errors import MillpondError, PeerLost
+from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, PeerLost
+from millpond.remote.allowance import Allowance
 from millpond.remote.answering import Answers, Client
-from millpond.remote.cluster import ray
+from millpond.remote.caller import Caller
+from millpond.remote.cluster import note_closed, note_open, ray
 from millpond.remote.failures import failed
-from millpond.remote.messages import Message, decode, encode, head_of, number_of, payload_nbytes, payload_of
+from millpond.remote.messages import Message, decode, encode, head_of, payload_of
 from millpond.remote.owner import Owner, this_host
 from millpond.remote.packed import Packed
-from millpond.remote.switchboard import Caller, Switchboard
+from millpond.remote.switchboard import TOKEN, Switchboard
 from millpond.remote.transports import nccl
-from millpond.remote.transports.gloo import Endpoint, Group
 from millpond.remote.transports.nccl import Direct, Introduction
 from millpond.remote.transports.ray import Bytes, to_array, to_tensor
 from millpond.replay.buffer import ReplayBuffer
@@ -32,8 +35,15 @@ from millpond.shm.directory import Owner as Creator
 from millpond.shm.identity import boot_id, pid_namespace, when_gone
 from millpond.shm.reaper import reap
 
+UNDERWAY = 1 << 28  # bytes of all requests that are being received
+PIECES = 1 << 26  # bytes that a payload may have in any case; else twice what the buffer holds
+# Bytes and rows by the way they took, as the owner sees it. Bytes are all that was said: heads, answers, notices.
+TRAFFIC = (
+    *("gloo_in", "gloo_out", "gloo_rows_in", "gloo_rows_out"),
+    *("ray_in", "ray_out", "ray_rows_in", "ray_rows_out", "nccl_out"),
+)
+
 log = logging.getLogger("millpond")
-Part = TypeVar("Part", Group, Endpoint, str)
 
 
 @dataclass(frozen=True)
@@ -62,119 +72,121 @@ class Service:
         shared = type(plan.storage) is not TensorStorage  # that one is private memory, on a GPU perhaps
         self._packed = Packed(plan.kind(plan.storage, shared=shared, **plan.arguments))
         self._lock = threading.Lock()
+        self._listening = threading.Lock()
         self._clients: dict[bytes, Client] = {}
-        self._groups: dict[Caller, Group] = {}
+        self._callers: dict[Caller, tuple[int, int]] = {}  # bytes heard and said, as they were counted last
+        self._by_ray: set[bytes] = set()
         self._directs: dict[Caller, Direct] = {}
-        self.traffic = {
-            "ray_in": 0,
-            "ray_out": 0,
-            "gloo_in": 0,
-            "gloo_out": 0,
-            "nccl_out": 0,
-        }  # bytes; by Ray the heads too
+        self.traffic = dict.fromkeys(TRAFFIC, 0)
+        self._switchboard: Switchboard | None = None
         self._closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._packed.close)
-            self._answers = Answers(self._packed)
             self._gpu = gpu_of(plan.storage)
             if plan.transport == "nccl":
                 nccl.check(self._gpu, self._packed.buffer._works.rules.device)
-            self._endpoint = Endpoint(node) if plan.transport in ("auto", "gloo", "nccl") else None
-            self._switchboard = Switchboard(node, came=self._came, serve=self._serve, left=self._left)
+            self._answers = Answers(self._packed)
+            undo.callback(self._answers.close)
+            buffer = self._packed.buffer
+            self.owner = Owner(
+                name=plan.name,
+                namespace=plan.namespace,
+                pid=os.getpid(),
+                node=node,
+                host=this_host(),
+                machine=(boot_id(), pid_namespace()),
+                transport=plan.transport,
+                line=None,
+                token=secrets.token_bytes(TOKEN),
+                cluster=cluster,
+                gloo=plan.transport in ("auto", "gloo", "nccl"),
+                gpu=self._gpu,
+                handle=buffer.handle() if buffer.shared else None,
+                rules=buffer._works.rules.unbound(),
+            )
+            if plan.transport not in ("auto", "shm"):
+                self.listen()  # all clients need it
             undo.pop_all()
-        buffer = self._packed.buffer
-        self.owner = Owner(
-            name=plan.name,
-            namespace=plan.namespace,
-            pid=os.getpid(),
-            node=node,
-            host=this_host(),
-            transport=plan.transport,
-            line=self._switchboard.address,
-            token=self._switchboard.token,
-            cluster=cluster,
-            gloo=self._endpoint is not None,
-            gpu=self._gpu,
-            handle=buffer.handle() if buffer.shared else None,
-            rules=buffer._works.rules.unbound(),
-        )
+
+    def listen(self) -> Owner:
+        """Where the line is, from now on: nothing listens before somebody needs it."""
+        with self._listening:
+            if self._closed:
+                raise BufferClosed("the buffer was closed")
+            if self._switchboard is None:
+                self._switchboard = Switchboard(
+                    self.owner.node,
+                    token=self.owner.token,
+                    allowance=Allowance(UNDERWAY),
+                    came=self._came,
+                    serve=self._serve,
+                    left=self._left,
+                )
+                self.owner = dataclasses.replace(self.owner, line=self._switchboard.address)
+            return self.owner
 
     # ------------------------------------------------------------------ lines
     def _came(self, caller: Caller) -> None:
         with self._lock:
-            self._clients[caller.id] = Client(caller.id, notify=caller.send)
+            if caller.id in self._clients:
+                raise ConnectionError("a client of this number is here already")
+            self._clients[caller.id] = Client(caller.id, notify=caller.notify)
+            self._callers[caller] = 0, 0
 
     def _left(self, caller: Caller) -> None:
         with self._lock:
-            client = self._clients.pop(caller.id, None)
-            self._groups.pop(caller, None)
+            client = self._clients.pop(caller.id)
+            self._count_line(caller)
+            del self._callers[caller]
+            self._by_ray.discard(caller.id)
         self._hang_up_directly(caller)
-        if client is not None:
-            self._answers.forget(client)
+        self._answers.forget(client)
 
     def _serve(self, caller: Caller, head: bytearray) -> None:
-        """A request on the line: its payload, and that of the answer, go through the client's group."""
+        """A request on the line, and its answer."""
         client = self._clients[caller.id]
+        longest = max(PIECES, 2 * self._packed.nbytes) if self.owner.gloo else 0
+        payload = caller.payload(head, longest)
         try:
-            nbytes = payload_nbytes(head)
-        except MillpondError as problem:  # another version of millpond, or no millpond at all
+            request = decode(head, payload)
+        except InvalidArgument as problem:
             raise ConnectionError(str(problem)) from problem
-        group = self._groups.get(caller)
+        if request.kind == "direct":
+            self._meet_directly(caller, request.number)
+            return
+        answer = self._answers.answer(client, request)
+        self._count_rows("gloo", request, answer)
+        self._tell(caller, answer)
 
-        def arrived() -> torch.Tensor:
-            received = self._in_use(group).receive(nbytes)
-            self._count("gloo_in", nbytes)
-            return received
-
-        try:
-            request = decode(head, arrived)
-            if request.kind == "group":
-                self._make_group(caller, request)
-                return
-            answer = self._answers.answer(client, request)
-            self._tell(caller, group, answer)
-            if nbytes:
-                self._in_use(group).expect(nbytes)  # the next batch is probably as large
-        except PeerLost as problem:  # the group broke, while the line holds: the client makes another and repeats
-            log.info("%s: %s", self.owner, str(problem))
-            self._groups.pop(caller, None)
-            self._hang_up_directly(caller)
-            caller.send(number_of(head), encode(Message("broken", number_of(head)))[0])
-
-    def _tell(self, caller: Caller, group: Group | None, answer: Message) -> None:
-        """Send an answer: the head first, which the client reads while the payload is on its way."""
+    def _tell(self, caller: Caller, answer: Message) -> None:
         payload, direct = payload_of(answer), self._directs.get(caller)
-        if payload is None:
-            caller.send(answer.number, head_of(answer, None))
-        elif payload.is_cuda and direct is not None:
-            self._count("nccl_out", payload.numel())
-            caller.send(answer.number, head_of(answer, payload, direct=True))
+        if payload is None or not payload.is_cuda or direct is None:
+            caller.answer(answer.number, head_of(answer, payload), None if payload is None else payload.cpu())
+            return
+        self._count("nccl_out", payload.numel())
+        caller.answer(answer.number, head_of(answer, payload, direct=True))
+        try:
             direct.send(payload)
-        else:
-            self._count("gloo_out", payload.numel())  # before its client can know
-            caller.send(answer.number, head_of(answer, payload))
-            self._in_use(group).send(payload.cpu())
+        except PeerLost as problem:  # while the line holds: the client wishes for another connection, and repeats
+            log.info("%s: %s", self.owner, str(problem))
+            self._hang_up_directly(caller)
 
-    @staticmethod
-    def _in_use(part: Part | None) -> Part:
-        if part is None:
-            raise PeerLost("this owner has no endpoint, or a payload came before its group")
-        return part
-
-    def _make_group(self, caller: Caller, request: Message) -> None:
-        """The client makes its end at the same time."""
-        number = request.number
+    def _meet_directly(self, caller: Caller, number: int) -> None:
+        """The client makes its end of a connection from GPU to GPU at the same time."""
 
         def say(address: bytes) -> None:
-            caller.send(number, encode(Message("done", number, {"address": address.hex()}))[0])
+            caller.answer(number, head_of(Message("done", number, {"address": address.hex()}), None))
 
-        if request.fields["direct"]:
-            self._directs[caller] = Direct(Introduction(say=say), nccl.OWNER, self._in_use(self._gpu))
-            return
-        self._groups.pop(caller, None)
         self._hang_up_directly(caller)
-        theirs = bytes.fromhex(request.fields["address"])
-        self._groups[caller] = self._in_use(self._endpoint).group(theirs, say)
+        if self._gpu is None or self.owner.transport != "nccl":
+            problem = InvalidArgument("this owner's rows do not lie on a GPU from which NCCL could send them")
+            caller.answer(number, head_of(failed(number, problem), None))
+            return
+        try:
+            self._directs[caller] = Direct(Introduction(say=say), nccl.OWNER, self._gpu)
+        except PeerLost as problem:
+            log.info("%s: %s", self.owner, str(problem))
+            caller.answer(number, head_of(failed(number, problem), None))
 
     def _hang_up_directly(self, caller: Caller) -> None:
         direct = self._directs.pop(caller, None)
@@ -190,12 +202,33 @@ class Service:
             request = decode(head, to_tensor(array))
             if client is None:
                 raise ConnectionError("the line of this client has ended")
+            self._by_ray.add(identity)
             answer = self._answers.answer(client, request)
+            self._count_rows("ray", request, answer)
         except (MillpondError, OSError) as problem:
             answer = failed(0, problem)
         head, payload = encode(answer)
         self._count("ray_out", len(head) + (0 if payload is None else payload.numel()))
         return head, to_array(payload)
+
+    # ------------------------------------------------------------------ figures
+    def _count(self, name: str, number: int) -> None:
+        with self._lock:
+            self.traffic[name] += number
+
+    def _count_line(self, caller: Caller) -> None:
+        """What this caller said and heard since it was last looked at. Under the lock."""
+        way = "ray" if caller.id in self._by_ray else "gloo"
+        before, now = self._callers[caller], (caller.heard, caller.said)
+        self.traffic[f"{way}_in"] += now[0] - before[0]
+        self.traffic[f"{way}_out"] += now[1] - before[1]
+        self._callers[caller] = now
+
+    def _count_rows(self, way: str, request: Message, answer: Message) -> None:
+        for direction, message in (("in", request), ("out", answer)):
+            rows = message.tensors.get("rows")
+            if rows is not None and message.kind in ("extend", "done"):
+                self._count(f"{way}_rows_{direction}", len(rows))
 
     # ------------------------------------------------------------------ the rest
     def describe(self) -> dict[str, Any]:
@@ -203,7 +236,10 @@ class Service:
         owner = self.owner
         with self._lock:
             clients = [identity.hex()[:8] for identity in self._clients]
+            for caller in list(self._callers):
+                self._count_line(caller)
         gloo = f"gloo://{owner.node}" if owner.gloo else None
+        listens = None if owner.line is None else f"{owner.line[0]}:{owner.line[1]}"
         return {
             "name": owner.name,
             "namespace": owner.namespace,
@@ -211,6 +247,7 @@ class Service:
             "node": owner.node,
             "transport": owner.transport,
             "endpoints": {"extend": gloo, "sample": gloo},
+            "listens": listens,
             "shared_memory": None if owner.handle is None else owner.handle.path,
             "clients": clients,
             "parked": self._answers.parked,
@@ -241,17 +278,14 @@ class Service:
 
     def close(self) -> None:
         """Close the buffer for everybody. Whoever waits hears ``BufferClosed``."""
-        with self._lock:
+        with self._listening:
             if self._closed:
                 return
             self._closed = True
         self._packed.close()
         self._answers.close()
-        self._switchboard.close()
-
-    def _count(self, name: str, nbytes: int) -> None:
-        with self._lock:
-            self.traffic[name] += nbytes
+        if self._switchboard is not None:
+            self._switchboard.close()
 
 
 def gpu_of(storage: Any) -> str | None:
@@ -273,6 +307,7 @@ class ReplayActor:
             self._service = Service(plan, node=ray().util.get_node_ip_address(), cluster=cluster)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the creator's to see
             return failed(0, error)
+        note_open(self._service.owner)
         if plan.creator is not None and plan.creator.boot == boot_id() and plan.creator.namespace == pid_namespace():
             # Ray notices a killed driver by who adopts its children, which not every system lets it see.
             when_gone(plan.creator.pid, plan.creator.started, self._end)
@@ -288,6 +323,13 @@ class ReplayActor:
         """For a client that knows a name only."""
         return self._ready.owner
 
+    def listen(self) -> Owner | Message:
+        """For a client that needs a line."""
+        try:
+            return self._ready.listen()
+        except (MillpondError, OSError) as error:
+            return failed(0, error)
+
     def exchange(self, identity: bytes, head: bytes, array: Bytes | None) -> tuple[bytes, Bytes | None]:
         return self._ready.exchange(identity, head, array)
 
@@ -302,6 +344,7 @@ class ReplayActor:
 
     def close(self) -> None:
         if self._service is not None:
+            note_closed(self._service.owner)
             self._service.close()
             self._service = None
 

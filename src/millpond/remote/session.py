@@ -9,11 +9,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, MillpondError, PeerLost
+from millpond.remote import cluster
 from millpond.remote.failures import raised
 from millpond.remote.line import Line, Slot
 from millpond.remote.messages import Message
@@ -24,6 +25,7 @@ TRIES = 5  # of one request, where what carries it breaks and the owner lives
 END_S = 0.5  # a dying process closes its connections one after the other
 
 log = logging.getLogger("millpond")
+T = TypeVar("T")
 
 
 class Wire(Protocol):
@@ -32,7 +34,7 @@ class Wire(Protocol):
     @property
     def transport(self) -> str: ...
 
-    def exchange(self, request: Message, slot: Slot, expected: int) -> tuple[Message, bool]: ...
+    def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]: ...
 
     def close(self) -> None: ...
 
@@ -74,6 +76,16 @@ class Session:
         self._open: set[int] = set()
         self._left = False
 
+    @overload
+    def call(
+        self,
+        kind: str,
+        fields: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        patience: Patience | None = None,
+    ) -> Message: ...
+
+    @overload
     def call(
         self,
         kind: str,
@@ -81,11 +93,20 @@ class Session:
         tensors: Mapping[str, torch.Tensor] | None = None,
         patience: Patience | None = None,
         *,
-        expected: int = 0,
-        undo: Callable[[Message], None] | None = None,
-    ) -> Message:
-        """Ask, wait where the owner says so, and return the answer, which probably has a payload of ``expected`` bytes.
-        ``undo`` is given an answer that came too late, after an exception such as Ctrl-C.
+        use: Callable[[Message], T],
+    ) -> T: ...
+
+    def call(
+        self,
+        kind: str,
+        fields: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        patience: Patience | None = None,
+        *,
+        use: Callable[[Message], T] | None = None,
+    ) -> Message | T:
+        """Ask, wait where the owner says so, and return the answer, or what ``use`` makes of it. Where it is a batch,
+        and an exception such as Ctrl-C comes in between, the batch goes back.
 
         Raises:
             BufferClosed, PeerLost: the owner has closed the buffer, or has died. Where the request was a write,
@@ -93,26 +114,25 @@ class Session:
             DeadlineExceeded, Cancelled: nothing was done.
             MillpondError: what the owner raised.
         """
-        number, request_fields = self._begin(), dict(fields or {})
+        number, there = self._begin(), False
         slot = self._line.open(number)
         try:
-            answer, noticed = self._exchange(
-                number, Message(kind, number, request_fields, tensors or {}), slot, expected
-            )
+            answer, noticed = self._exchange(number, Message(kind, number, fields or {}, tensors or {}), slot)
             if answer.kind == "parked":
                 assert patience is not None
                 answer = self._wait(number, slot, patience, noticed)
             if answer.kind == "error":
                 raise raised(answer)
-            return answer
-        except Exception:
-            raise
-        except BaseException:  # such as Ctrl-C: nothing may be done behind the caller's back
-            if patience is not None:
+            there = True
+            return answer if use is None else use(answer)
+        except BaseException as problem:
+            if there or not isinstance(problem, Exception):  # nothing may be done behind the caller's back
                 with contextlib.suppress(MillpondError):
-                    late = self._about("withdraw", number, patience)
-                    if undo is not None and late.kind == "done":
-                        undo(late)
+                    if patience is not None and not there:
+                        self._about("withdraw", number, patience)
+                with contextlib.suppress(MillpondError):
+                    if kind == "sample":
+                        self.call("give_back", {"number": number})
             raise
         finally:
             self._line.shut(number)
@@ -170,12 +190,12 @@ class Session:
             self._settle(own)
 
     # ------------------------------------------------------------------ one exchange
-    def _exchange(self, number: int, request: Message, slot: Slot, expected: int = 0) -> tuple[Message, bool]:
+    def _exchange(self, number: int, request: Message, slot: Slot) -> tuple[Message, bool]:
         """Repeats under the same number what may not have arrived: the owner carries it out once."""
         for left in reversed(range(TRIES)):
             sent = Message(request.kind, number, request.fields, request.tensors, self._settled())
             try:
-                return self._wire.exchange(sent, slot, expected)
+                return self._wire.exchange(sent, slot)
             except ConnectionError as problem:
                 if self._line_ended() or not left or isinstance(problem, PeerLost):
                     raise self._ended(problem) from problem
@@ -194,6 +214,8 @@ class Session:
         if self._line.end == "closed":
             return BufferClosed("the buffer was closed")
         if self._line.end == "lost":
+            if cluster.was_closed(self.owner):
+                return BufferClosed("the buffer was closed")
             return PeerLost(f"{self.owner} is gone")
         return PeerLost(f"{self.owner} cannot be reached: {problem}")
 

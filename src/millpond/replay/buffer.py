@@ -224,8 +224,11 @@ class ReplayBuffer:
         Raises:
             NotReady, DeadlineExceeded, Cancelled, BufferClosed, PeerLost: with what is missing, in numbers.
             Unsatisfiable: such a batch can never be had.
+            OutOfMemory: it does not fit into what memory is free.
         """
         n = self._batch_size(batch_size)
+        if n > rulebook.FREELY:
+            rulebook.check_room(n, self.schema)
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
@@ -266,9 +269,12 @@ class ReplayBuffer:
     def peek(self, n: int) -> Any:
         """A uniform look at n items (with replacement): consumes nothing, and moves no counter and no generator.
 
-        Raises ``NotReady`` where there is no item at all.
+        Raises ``NotReady`` where there is no item at all, ``OutOfMemory`` where n items do not fit into what is free.
         """
-        rows, slots, numbers = self._works.editor.peek(self._batch_size(n))
+        n = self._batch_size(n)
+        if n > rulebook.FREELY:
+            rulebook.check_room(n, self.schema)
+        rows, slots, numbers = self._works.editor.peek(n)
         return self._dress(Taken(rows, slots, numbers, {}, 0), False)
 
     def __getitem__(self, which: Any) -> Any:
@@ -501,7 +507,7 @@ class ReplayBuffer:
             if n is None:
                 raise InvalidArgument("no batch_size: give it to sample(), or to the buffer")
             return n
-        return n if type(n) is int and n > 0 else rulebook.check_batch_size(n)
+        return n if type(n) is int and 0 < n < rulebook.MOST_ITEMS else rulebook.check_batch_size(n)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampleable_size}/{self.capacity} items, {self._works.rules.sampler!r})"

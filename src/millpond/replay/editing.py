@@ -168,6 +168,7 @@ class Editor:
         fields = engine.rows.schema.check_patch(patch, len(slots))
         if self._check_finite:
             refuse_nonfinite(fields)
+        engine.refuse_closed(engine.control.peek(), "update", len(slots))  # its files are gone by then
         if self._journal is None:
             self._journal = Journal(engine.memory.path, engine.rows.schema.row_nbytes)
         applied = 0

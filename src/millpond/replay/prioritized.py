@@ -71,9 +71,6 @@ class PrioritizedSampler:
         self._settings = Settings(values._replace(exponent=values.exponent_at(0)))
         self.stratified = stratified
         self._capacity = 0
-        self._judged: Values | None = None  # the settings for which the largest priority is `_most`
-        self._most = math.inf
-        self._top, self._top_leaf = (0.0, 0), 0.0  # the largest priority lately, under which settings, and its leaf
         self._tree: SumTree | None = None
         #: Computes values and puts them in force under the buffer's lock; set by the engine that draws from this.
         self.change_locked: Callable[[Change], None] | None = None
@@ -160,7 +157,7 @@ class PrioritizedSampler:
 
     # ------------------------------------------------------------------ what the engine asks
     def memory(self, capacity: int) -> dict[str, int]:
-        self._capacity, self._judged = capacity, None
+        self._capacity = capacity
         if self._tree is None:
             self._refuse_extreme(self._settings.now())
         return {
@@ -173,7 +170,6 @@ class PrioritizedSampler:
         self._tree = SumTree(self._capacity, arrays("tree"), values=arrays("priorities"), create=False)
         self._tree.prepare()  # compiling must not happen under the lock
         self._settings.bind(memoryview(arrays("priority_settings")))
-        self._top, self._judged = (0.0, 0), None
 
     @property
     def tree(self) -> SumTree:
@@ -262,10 +258,8 @@ class PrioritizedSampler:
 
     def _too_large(self, priority: float, settings: Values) -> bool:
         """Could its leaf, now or at a later alpha, be one that the tree refuses?"""
-        if settings is not self._judged:  # `Settings.now` gives the same object until something changes
-            most = (math.log(SumTree.largest(self._capacity)) - 1e-9) / max(settings.steepest, 1e-9)
-            self._judged, self._most = settings, (math.exp(most) if most < 709.0 else math.inf) - settings.eps
-        return priority > self._most
+        most = math.log(SumTree.largest(self._capacity)) - 1e-9
+        return settings.steepest * math.log(max(priority + settings.eps, 1.0)) >= most
 
     def _leaves(self, weighed: Weighed) -> Floats:
         if weighed.version == self._settings.version:
@@ -284,12 +278,8 @@ class PrioritizedSampler:
         if weighed is not None:
             self.set_leaves(slots, weighed)
             return
-        top = tree.max if tree.count else 1.0
-        known = top, self._settings.version
-        if known != self._top:
-            settings = self._settings.now()
-            self._top, self._top_leaf = known, float(_power(np.array([top + settings.eps]), settings.exponent)[0])
-        tree.fill_at(slots, self._top_leaf, top)
+        settings, top = self._settings.now(), tree.max if tree.count else 1.0
+        tree.fill_at(slots, float(_power(np.array([top + settings.eps]), settings.exponent)[0]), top)
 
     def left(self, slots: Ints) -> None:
         """The items in ``slots`` are gone."""
@@ -381,7 +371,5 @@ def real_numbers(priority: Any) -> Floats:
         raise InvalidType(f"a priority is a number, not {priority!r:.60}") from problem
     if values.dtype.kind not in "fiub":
         raise InvalidType(f"a priority is a number, not {values.dtype}")
-    if values.dtype.itemsize > 8:
-        with np.errstate(over="ignore"):  # infinite is refused by whoever asks
-            values = values.astype(np.float64)
-    return values.astype(np.float64).reshape(-1)
+    with np.errstate(over="ignore"):  # of more than 64 bits: infinite is refused by whoever asks
+        return values.astype(np.float64).reshape(-1)

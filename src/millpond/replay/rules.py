@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, NotShareable, SchemaMismatch, Unsatisfiable
+from millpond.core.errors import (
+    InvalidArgument,
+    InvalidType,
+    NonFinite,
+    NotShareable,
+    OutOfMemory,
+    SchemaMismatch,
+    Unsatisfiable,
+)
 from millpond.core.intake import Key, leaves_of, name_of
 from millpond.core.schema import Schema, tensordict_of
 from millpond.flow.limiter import Flow, unsatisfiable
@@ -25,6 +33,11 @@ from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWit
 from millpond.replay.slices import SliceSampler
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
 from millpond.replay.windows import HindsightSampler, NStep
+from millpond.shm.room import available_memory
+
+MOST_ITEMS = 1 << 62  # what is asked for, and added to, stays within 64 bits
+FREELY = 1 << 20  # items for which nobody looks whether there is room
+_BESIDES = 24  # bytes an item takes besides its row, while it is drawn
 
 KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
@@ -318,7 +331,16 @@ def check_batch_size(n: Any, name: str = "batch_size") -> int:
         raise InvalidType(f"{name} is a number of items, not {n!r}")
     if n < 1:
         raise InvalidArgument(f"{name} is at least 1 item, got {n}")
+    if n >= MOST_ITEMS:
+        raise InvalidArgument(f"{name} is less than 2**62 items, got one of {int(n).bit_length()} bits")
     return int(n)
+
+
+def check_room(n: int, schema: Schema | None) -> None:
+    """Raises ``OutOfMemory`` where a batch of n items cannot be had. Up to `FREELY` items it need not be asked."""
+    nbytes, free = n * (_BESIDES + (0 if schema is None else schema.row_nbytes)), available_memory()
+    if nbytes > free:
+        raise OutOfMemory(f"a batch of {n} items takes {nbytes} bytes, and {free} are free: ask for fewer at a time")
 
 
 def check_device(device: str) -> None:

@@ -26,6 +26,9 @@ BURY_EVERY = 5.0
 log = logging.getLogger("millpond")
 
 
+_EVER = 1e300  # seconds; an integer may be larger than any float
+
+
 def check_timeout(timeout: Any) -> float:
     """Seconds, infinite for None. Raises ``InvalidType`` or ``InvalidArgument`` for anything else, NaN and below 0."""
     if timeout is None:
@@ -34,7 +37,7 @@ def check_timeout(timeout: Any) -> float:
         raise InvalidType(f"timeout is a number of seconds or None, not {timeout!r}")
     if not timeout >= 0:
         raise InvalidArgument(f"timeout is at least 0 seconds, got {timeout}")
-    return float(timeout)
+    return float(timeout) if timeout < _EVER else math.inf
 
 
 def check_cancel(event: Any) -> None:

@@ -1,6 +1,6 @@
 """Batches from GPU to GPU: from an owner whose storage is on one, to a client whose device is another.
 
-The line carries the heads and Gloo what lies in main memory, as in `millpond.remote.transports.gloo`. NCCL carries the
+The line carries the heads and what lies in main memory, as in `millpond.remote.transports.network`. NCCL carries the
 payloads of answers that lie on the owner's GPU, and nothing else. It takes two GPUs: NCCL refuses two ends on one.
 """
 

@@ -47,7 +47,7 @@ class RayWire:
         self._call = actor.exchange.options(concurrency_group=DATA)
         self._line = line
 
-    def exchange(self, request: Message, slot: Slot, expected: int) -> tuple[Message, bool]:
+    def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
         """The answer. The second part is for wires on which a parked answer may be told of before.
 
         Raises ``ConnectionError`` where it is not known whether the request arrived: repeat it, or find the line ended.

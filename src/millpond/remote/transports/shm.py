@@ -33,6 +33,12 @@ def why_not(owner: Owner, host: str) -> str | None:
     return None
 
 
+def left(owner: Owner) -> bool:
+    """Is this process where the owner was, and nothing of it there any more?"""
+    here = (identity.boot_id(), identity.pid_namespace())
+    return owner.handle is not None and owner.machine == here and Mark.read(Path(owner.handle.path)) is None
+
+
 def attach(owner: Owner) -> ReplayBuffer:
     """The owner's buffer in this process. Raises ``PeerLost`` or ``NotShareable`` where it is gone or not reachable."""
     if owner.handle is None:

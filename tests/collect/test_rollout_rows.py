@@ -191,3 +191,14 @@ def test_what_does_not_fit_is_not_loaded(time: int | None, other: int | None) ->
     del saved["arrays"]["action"]
     with pytest.raises(InvalidArgument, match="fields"):
         rows(2, 2, time).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("time", [None, 2])
+def test_saved_rows_are_loaded_as_they_are_or_refused_by_the_name_of_their_field(time: int | None) -> None:
+    """Not cast, repeated or cut."""
+    saved = rows(2, 2, time).state_dict()
+    name, array = next(iter(saved["arrays"].items()))
+    wider = array.astype(np.complex128)
+    for wrong in (wider, array[..., None], np.zeros((9, *array.shape[1:]), array.dtype)):
+        with pytest.raises(InvalidArgument, match=f"{name}: expected"):
+            rows(2, 2, time).load_state_dict({**saved, "arrays": {**saved["arrays"], name: wrong}})

@@ -332,6 +332,14 @@ def test_a_priority_is_not_rounded() -> None:
         assert rb._works.engine.priorities.tree.total == 16777217.0 * min(2, rb.write_count // 2)
 
 
+@pytest.mark.parametrize("receipt", [(0, 1.5), "ab", (True, 1), (1, 2, 3), (1,), 1, (64, 1), (-1, 1), (0, 1 << 64)])
+def test_a_receipt_is_a_line_and_a_number(receipt: Any) -> None:
+    rb = ReplayBuffer(4)
+    with pytest.raises(InvalidArgument, match="a receipt is"):
+        rb.extend({"x": torch.zeros(2)}, receipt=receipt)
+    assert rb.write_count == 0
+
+
 @pytest.mark.parametrize("index", [[0.0], torch.tensor([0.0]), np.array([0.5]), ["0"], [True], None, [1j]])
 def test_slots_are_integers(index: Any) -> None:
     rb = ReplayBuffer(4, sampler=PrioritizedSampler())

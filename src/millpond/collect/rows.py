@@ -201,13 +201,15 @@ class FlatRows:
         Raises:
             InvalidArgument: it is of another number of environments, of other fields, or of another layout.
         """
-        env, arrays = np.asarray(_saved(state, "env")), state["arrays"]
-        _refuse_others(state, self.num_envs, self._arrays)
+        env = np.asarray(_saved(state, "env"))
+        arrays = _fitting(state, self.num_envs, self.fields, (len(env),))
+        if len(env) and not (int(env.min()) >= 0 and int(env.max()) < self.num_envs):
+            raise InvalidArgument(f"the saved rows are of environments {env.min()} to {env.max()} of {self.num_envs}")
         self._start = self._end = 0
         if len(env) + self.num_envs > self._size:
             self._allocate(len(env) + self.num_envs)
         for key, array in self._arrays.items():
-            array[: len(env)] = arrays["/".join(key)]
+            array[: len(env)] = arrays[key]
         self._env[: len(env)] = env
         self._end = len(env)
 
@@ -356,13 +358,13 @@ class SequenceRows:
         Raises:
             InvalidArgument: it is of another number of environments, of other fields, or of another layout.
         """
-        valid, arrays = np.asarray(_saved(state, "valid"), bool), state["arrays"]
-        _refuse_others(state, self.num_envs, self.arrays)
+        valid = np.asarray(_saved(state, "valid"), bool)
+        arrays = _fitting(state, self.num_envs, self.fields, valid.shape)
         columns = valid.shape[1]
         if columns > self.columns:
             self._allocate(columns)
         for key, array in self.arrays.items():
-            array[:, :columns] = arrays["/".join(key)]
+            array[:, :columns] = arrays[key]
         self._valid[:] = True
         self._valid[:, :columns] = valid
         self.column, self._rows, self._holes = columns, int(valid.sum()), not valid.all()
@@ -391,11 +393,23 @@ def _saved(state: dict[str, Any], name: str) -> Any:
     return state[name]
 
 
-def _refuse_others(state: dict[str, Any], num_envs: int, arrays: dict[Key, Array]) -> None:
+def _fitting(
+    state: dict[str, Any], num_envs: int, fields: Sequence[RowField], rows: tuple[int, ...]
+) -> dict[Key, Array]:
+    """The saved arrays by field. Raises ``InvalidArgument`` where they are of others."""
     if state["num_envs"] != num_envs:
         raise InvalidArgument(f"the saved rows are of {state['num_envs']} environments, there are {num_envs}")
-    if set(state["arrays"]) != {"/".join(key) for key in arrays}:
+    if set(state["arrays"]) != {"/".join(field.key) for field in fields}:
         raise InvalidArgument(f"the saved rows have the fields {sorted(state['arrays'])}")
+    arrays = {field.key: np.asarray(state["arrays"]["/".join(field.key)]) for field in fields}
+    for field in fields:
+        saved = arrays[field.key]
+        if (saved.dtype, saved.shape) != (field.dtype, (*rows, *field.shape)):
+            raise InvalidArgument(
+                f"{'/'.join(field.key)}: expected {field.dtype}{[*rows, *field.shape]}, the saved rows have "
+                f"{saved.dtype}{list(saved.shape)}"
+            )
+    return arrays
 
 
 Rows = FlatRows | SequenceRows

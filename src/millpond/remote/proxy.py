@@ -87,7 +87,7 @@ class Proxy:
             "wait": patience.timeout > 0,
             "exempt": self._exempt > 0,
             "who": this_thread(),
-            "receipt": None if receipt is None else [operator.index(part) for part in receipt],
+            "receipt": None if receipt is None else rulebook.check_receipt(receipt),
         }
         answer = self._session.call("extend", fields, tensors, patience)
         if "slots" in answer.tensors:

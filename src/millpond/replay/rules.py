@@ -31,6 +31,7 @@ from millpond.replay.drawing import Sampler
 from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.slices import SliceSampler
+from millpond.replay.state import RECEIPT_LINES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
 from millpond.replay.windows import HindsightSampler, NStep
 from millpond.shm.room import available_memory
@@ -341,6 +342,17 @@ def check_room(n: int, schema: Schema | None) -> None:
     nbytes, free = n * (_BESIDES + (0 if schema is None else schema.row_nbytes)), available_memory()
     if nbytes > free:
         raise OutOfMemory(f"a batch of {n} items takes {nbytes} bytes, and {free} are free: ask for fewer at a time")
+
+
+def check_receipt(receipt: Any) -> tuple[int, int]:
+    """Raises ``InvalidType`` or ``InvalidArgument`` for what is no receipt."""
+    wanted = f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt!r}"
+    whole = isinstance(receipt, (tuple, list)) and len(receipt) == 2
+    if not whole or any(isinstance(part, bool) or not isinstance(part, (int, np.integer)) for part in receipt):
+        raise InvalidType(wanted)
+    if not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
+        raise InvalidArgument(wanted)
+    return int(receipt[0]), int(receipt[1])
 
 
 def check_device(device: str) -> None:

@@ -22,7 +22,6 @@ from millpond.replay.engine import Engine, MakeMemory, find
 from millpond.replay.memory import Memory, give_up
 from millpond.replay.rules import Rules
 from millpond.replay.samplers import SamplerWithoutReplacement
-from millpond.replay.state import RECEIPT_LINES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
 from millpond.replay.summary import stats
 from millpond.replay.taken import Tray
@@ -175,10 +174,8 @@ class Works:
         if self.rules.check_finite:
             schema = self.known_schema()
             rulebook.refuse_nonfinite({field.key: schema.column(rows, field.key) for field in schema.fields})
-        if receipt is not None and not (0 <= receipt[0] < RECEIPT_LINES and 0 <= receipt[1] < 1 << 64):
-            raise InvalidArgument(
-                f"a receipt is a line from 0 to {RECEIPT_LINES - 1} and a number of 64 bits, not {receipt}"
-            )
+        if receipt is not None:
+            receipt = rulebook.check_receipt(receipt)
         if n > self.rules.capacity:
             self.engine.refuse_impossible(insert=n)
         slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt, who=who)

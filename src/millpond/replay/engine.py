@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, Unsatisfiable
+from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.flow.limiter import Block, Counts, Flow, insert_block, sample_block, unsatisfiable
 from millpond.replay.annealing import Values
@@ -24,6 +24,7 @@ from millpond.replay.rows import Rows
 from millpond.replay.rules import KNOWN, layers
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.shortcut import NoShortcut, Shortcut, shortcut_for
+from millpond.replay.slices import SliceSampler
 from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
     BOUND,
@@ -96,7 +97,8 @@ class Engine:
             raise
         self.distinct = deliveries is not None
         self._exact = self.distinct or not sampler.replacement  # a batch of n needs n live items
-        self.refuses: Callable[[int], str | None] | None = getattr(sampler, "refuse", None)
+        self._slices = find(SliceSampler, sampler)
+        self._longest = self.capacity  # successive steps of one environment
         self._tickets: dict[Event, int] = {}
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
@@ -152,6 +154,7 @@ class Engine:
         """The rows are there: the first write may come."""
         self.rows = Rows(self.storage, schema)
         self.order = self.order_of(schema)
+        self._longest = self.capacity if self.order is None else self.order.longest
         self.shortcut = shortcut_for(self)
         try:
             state = self.load()
@@ -170,6 +173,11 @@ class Engine:
         order = Order(self.capacity, schema, ordered, self.num_envs, notes)
         if isinstance(self.slots, Pool):
             order.refuse_any_order(schema)
+        refused = None if self._slices is None else self._slices.too_long(self._slices.slice_len, order.longest)
+        if refused is not None:
+            raise Unsatisfiable(
+                f"{refused}: with num_envs={self.num_envs}, at most {order.longest} of {self.capacity} are of one"
+            )
         return order
 
     def bound(self) -> bool:
@@ -229,10 +237,10 @@ class Engine:
 
     def sample_block(self, state: State, n: int, *, locked: bool = False) -> Block | None:
         """Why n items cannot be sampled now."""
-        if self.refuses is not None:
-            reason = self.refuses(n)
-            if reason is not None:
-                return Block(reason, "nobody")
+        if self._slices is not None:
+            refused = self._slices.refusal(n, self._longest)
+            if refused is not None:
+                return Block(str(refused), "nobody")
         need = n if self._exact else 1
         flow = self.flow if not self.unlimited else self.free_flow
         if state[LIVE] < need or state[WRITES] < flow.min_size or flow.samples_per_insert is not None:
@@ -252,10 +260,10 @@ class Engine:
         Sizes of inserts are judged against ``max_debt`` only: where space is what is missing, a smaller insert may
         still come.
         """
-        if self.refuses is not None and batch:
-            reason = self.refuses(batch)
-            if reason is not None:
-                raise InvalidArgument(reason)
+        if self._slices is not None and batch:
+            refused = self._slices.refusal(batch, self._longest)
+            if refused is not None:
+                raise refused
         if self.unlimited or (batch, insert) == self._sizes_checked:
             return
         exact = self._exact

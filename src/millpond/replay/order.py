@@ -61,6 +61,11 @@ class Order:
         """Of the word that names the last writer; 0 where nobody needs it."""
         return 0 if self._notes is None else int(self._notes[self._capacity + WRITER :].ctypes.data)
 
+    @property
+    def longest(self) -> int:
+        """The most successive steps of one environment that can be stored."""
+        return -(-self._capacity // self.num_envs) if self.by_writing and self.num_envs else self._capacity
+
     def admit(self, n: int) -> None:
         """Raises ``InvalidArgument`` for a write of n rows of which nobody could tell how they follow one another."""
         if not self.by_writing or n == 1 == (self.num_envs or 1):

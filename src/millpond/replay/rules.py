@@ -129,12 +129,11 @@ class Rules:
                 continue
             if consuming and sampler.short == "pad":
                 raise InvalidArgument(f"{sampler!r} repeats items as padding, and items that are consumed come once")
-            reason = None if self.batch_size is None else sampler.refuse(self.batch_size)
-            if reason is not None:
-                raise InvalidArgument(reason)
-            length = sampler.length(self.batch_size or 0)
-            if sampler.short == "skip" and length > self.capacity:
-                raise Unsatisfiable(f"slices of {length} steps never lie in a buffer of {self.capacity} items")
+            refused = sampler.too_long(sampler.slice_len, self.capacity)
+            if refused is None and self.batch_size is not None:
+                refused = sampler.refusal(self.batch_size, self.capacity)
+            if refused is not None:
+                raise refused
 
     def _deliveries(self) -> int | None:
         given = self.deliveries

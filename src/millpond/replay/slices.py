@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
+from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch, Unsatisfiable
 from millpond.core.schema import Key, Schema
 from millpond.replay import order
 from millpond.replay.drawing import Bools, Draw, Floats, Ints, Items, Randomness, Sampler, distinct
@@ -88,13 +88,19 @@ class SliceSampler:
         if self.short == "pad" and MASK in schema.by_key:
             raise SchemaMismatch("mask: slices with short='pad' have a mask of their own, which would hide this field")
 
-    def refuse(self, n: int) -> str | None:
-        """Why no batch can ever have n items."""
+    def refusal(self, n: int, most: int) -> InvalidArgument | Unsatisfiable | None:
+        """Why no batch can ever have n items, where at most so many successive steps are stored."""
         length = self.length(n)
-        if length and n == length * (self.num_slices or n // length):
+        if not length or n != length * (self.num_slices or n // length):
+            unit = f"slices of {self.slice_len}" if self.slice_len is not None else f"{self.num_slices} slices"
+            return InvalidArgument(f"a batch of {n} items cannot be cut into {unit}: batch_size counts items")
+        return self.too_long(length, most)
+
+    def too_long(self, length: int | None, most: int) -> Unsatisfiable | None:
+        """Why no slice can ever have this length."""
+        if length is None or length <= most or self.short == "pad":
             return None
-        unit = f"slices of {self.slice_len}" if self.slice_len is not None else f"{self.num_slices} slices"
-        return f"a batch of {n} items cannot be cut into {unit}: batch_size counts items"
+        return Unsatisfiable(f"slices of {length} steps never lie among {most} items")
 
     def length(self, n: int) -> int:
         """Steps of a slice in a batch of n items."""

@@ -59,12 +59,6 @@ class Around:
     def ready(self, items: Items, n: int) -> str | None:
         return self.base.ready(items, n)
 
-    def refuse(self, n: int) -> str | None:
-        """Why no batch can ever have n items."""
-        refuse = getattr(self.base, "refuse", None)
-        reason: str | None = None if refuse is None else refuse(n)
-        return reason
-
     def check_schema(self, schema: Schema) -> None:
         """Raises ``SchemaMismatch`` where the items lack what this sampler, or the one it is around, needs."""
         order.check_ends(schema, self.episode_key, repr(self))

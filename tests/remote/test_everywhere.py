@@ -528,3 +528,47 @@ def test_a_cancel_event_ends_a_wait(make):
     assert buffer.stats()["waiting_consumers"] == 0
     buffer.extend(batch(5))
     assert buffer.stats()["samples_returned"] == 0
+
+
+def walk(start: int, n: int) -> dict[str, Any]:
+    """n steps without ids, whose rewards tell which they are."""
+    reward = torch.arange(start, start + n, dtype=torch.float32)[:, None]
+    return {"next": {"reward": reward, "done": torch.zeros(n, 1, dtype=torch.bool)}}
+
+
+def test_rows_of_environments_in_turns_are_not_mixed(make):
+    buffer = make(40, sampler=NStep(2, 1.0), num_envs=2, batch_size=64)
+    for step in range(10):
+        buffer.extend({**walk(0, 2), "step": torch.full((2,), step)})
+    with pytest.raises(InvalidArgument, match="num_envs=2"):
+        buffer.extend({**walk(0, 3), "step": torch.zeros(3, dtype=torch.int64)})
+    sample = buffer.sample()
+    steps, env = sample["steps_to_next_obs"], sample["generation"] % 2
+    assert torch.equal(sample["next", "reward"], env[:, None].float() * steps)
+    assert set(steps[:, 0].tolist()) == {1, 2}
+
+
+@pytest.mark.filterwarnings("ignore:several threads")
+def test_threads_that_write_in_turns_are_not_mixed(make):
+    """Also where one thread of the owner serves them all."""
+    buffer = make(100, sampler=NStep(2, 1.0), batch_size=400)
+    with pytest.raises(InvalidArgument, match="num_envs"):
+        buffer.extend(walk(0, 2))
+    for turn in range(5):
+        for start in (0, 1000):
+
+            def write(start: int = start + 3 * turn) -> None:
+                for step in range(3):
+                    buffer.add({"next": {name: value[0] for name, value in walk(start + step, 1)["next"].items()}})
+
+            if start:
+                thread = threading.Thread(target=write)
+                thread.start()
+                thread.join()
+            else:
+                write()
+    sample = buffer.sample()
+    first = sample["generation"]
+    own = first // 6 * 3 + first % 3 + (first % 6 >= 3) * 1000  # what the item's own reward is
+    both = torch.where(first % 3 < 2, 2 * own + 1, own)  # a window ends where another writer came between
+    assert torch.equal(sample["next", "reward"][:, 0], both.float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,7 +52,8 @@ def test_a_slice_longer_than_an_environments_part_of_the_buffer_is_refused() -> 
 
 def test_a_longer_slice_is_refused_by_the_call_that_asks_for_it() -> None:
     rb = filled([10], SliceSampler(num_slices=2), capacity=10)
-    for ask in (lambda: rb.sample(40, wait=True), lambda: rb.wait_until_sampleable(40)):
+    asks: list[Any] = [partial(rb.sample, 40, wait=True), partial(rb.wait_until_sampleable, 40)]
+    for ask in asks:
         with pytest.raises(Unsatisfiable, match="slices of 20 steps"):
             ask()
     assert not rb.can_sample(40)
@@ -62,7 +64,7 @@ def test_a_longer_slice_is_refused_by_the_call_that_asks_for_it() -> None:
 @pytest.mark.parametrize("make", [lambda s: s, lambda s: NStep(2, 0.9, base=s)], ids=["slices", "n-step around slices"])
 @pytest.mark.parametrize(("how", "bad"), [({"slice_len": 5}, 12), ({"num_slices": 5}, 12), ({"num_slices": 5}, 4)])
 def test_a_batch_that_cannot_be_cut_is_refused_and_explained(
-    make: Any, how: dict[str, int], bad: int, prefetch: int
+    make: Any, how: dict[str, Any], bad: int, prefetch: int
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"{bad} items cannot be cut"):
         ReplayBuffer(100, sampler=make(SliceSampler(**how)), batch_size=bad)
@@ -70,11 +72,12 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_explained(
     full = filled([30, 30], make(SliceSampler(**how)), prefetch=prefetch)
     full.sample(10)
     for rb in (empty, full):
-        for ask in (
-            lambda rb=rb: rb.sample(bad),
-            lambda rb=rb: rb.sample(bad, wait=True),  # before it waits
-            lambda rb=rb: rb.wait_until_sampleable(bad),
-        ):
+        asks: list[Any] = [
+            partial(rb.sample, bad),
+            partial(rb.sample, bad, wait=True),  # before it waits
+            partial(rb.wait_until_sampleable, bad),
+        ]
+        for ask in asks:
             with pytest.raises(InvalidArgument, match=f"{bad} items cannot be cut"):
                 ask()
         assert not rb.can_sample(bad)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from episode_model import Worlds, batch, one
+from shortcuts import install
 
 from millpond import BlockingReplayBuffer, Flow, RateLimitedReplayBuffer, ReplayBuffer
 from millpond.core.errors import (
@@ -209,6 +210,31 @@ def test_threads_that_write_in_turns_are_not_mixed_and_are_told() -> None:
     in_a_thread(lambda: write("elsewhere", 5))
     write("here", 5)  # told once
     assert 4 in check(rb, worlds, 4)
+
+
+def test_the_compiled_write_leaves_it_to_the_slow_one_to_note_what_does_not_follow(way: Any) -> None:
+    """Where the last writer goes on there is nothing to note."""
+    worlds = Worlds(lengths=(40, 40))
+    rb = ReplayBuffer(60, sampler=NStep(4, GAMMA), num_envs=2, seed=0)
+    rows = batch(worlds.written([worlds.step(env) for env in range(2)]))
+    rb.extend(rows)
+    short = install(rb, way)
+    for _ in range(5):
+        rb.extend(batch(worlds.written([worlds.step(env) for env in range(2)])))
+    assert short.done == {"put": 5}
+    worlds.interrupted()
+    in_a_thread(lambda: rb.extend(batch(worlds.written([worlds.step(env) for env in range(2, 4)]))))
+    assert short.done == {"put": 5}
+    worlds.interrupted()
+    with pytest.warns(RuntimeWarning):
+        rb.extend(batch(worlds.written([worlds.step(env) for env in range(2)])))
+    assert short.done == {"put": 5}
+    for _ in range(3):
+        rb.extend(batch(worlds.written([worlds.step(env) for env in range(2)])))
+    assert short.done == {"put": 8}
+    with pytest.raises(InvalidArgument):
+        rb.extend(batch([worlds.step(0)]))
+    check(rb, worlds, 4, size=300)
 
 
 def write_two(rb: ReplayBuffer, rows: list[Any]) -> None:

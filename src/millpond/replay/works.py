@@ -158,7 +158,8 @@ class Works:
         finally:
             if slots is None:
                 order.missed(who)
-        order.warn()
+        if who is None:
+            order.warn()
         return slots
 
     def _put(

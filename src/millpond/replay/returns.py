@@ -35,7 +35,7 @@ def compute(items: Items, draw: Draw) -> None:
     if relabelled is not None:
         ended = relabelled.shorten(used)
         lengths = used.sum(1)
-    last = slots[np.arange(len(slots)), lengths - 1]
+    last = draw.slots if windows is None else slots[np.arange(len(slots)), lengths - 1]
     if windows is not None:
         keys = [f.key for f in items.schema.fields if f.key[0] == "next" and f.key != REWARD]
         found.update(zip(keys, items.read(last, keys), strict=True))
@@ -116,11 +116,13 @@ class _Relabelled:
 
     def replace_goals(self, found: dict[Key, torch.Tensor], slots: Ints, last: Ints) -> None:
         """In the observation, and in the next one where it has a goal."""
-        mask, known = torch.from_numpy(self.mask), self._items.schema.by_key
-        for key, where in ((self._sampler.goal_key, slots), (("next", *self._sampler.goal_key), last)):
-            if key in known:
-                (values,) = self._items.read(where, [key])
-                values[mask] = self._achieved.to(values.dtype).reshape(values[mask].shape)
+        mask, here, after = torch.from_numpy(self.mask), self._sampler.goal_key, ("next", *self._sampler.goal_key)
+        parts = [(slots, [here]), (last, [after])] if after in self._items.schema.by_key else [(slots, [here])]
+        if last is slots and len(parts) == 2:
+            parts = [(slots, [here, after])]
+        for where, keys in parts:
+            for key, values in zip(keys, self._items.read(where, keys), strict=True):
+                values[mask] = self._achieved.reshape(-1, *values.shape[1:]).to(values.dtype)
                 found[key] = values
 
 

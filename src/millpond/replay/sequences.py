@@ -54,7 +54,9 @@ class SequenceIndex:
         self._episode, self._step = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self._done, self._begins = np.zeros(capacity, np.bool_), np.zeros(capacity, np.bool_)
         self._places = _Places(self._episode, self._step)
-        self._spans: dict[int, list[int]] = {}  # by episode: its first and last step; none before the third is live
+        self._spans: dict[
+            int, list[int]
+        ] = {}  # by episode: first and last step; none before the third is live; slot of the last
         self._forget_at = 1024
         self._expected = 0  # the number of the next item
         self._era = 0  # how often items came that have nothing to do with those before
@@ -105,7 +107,7 @@ class SequenceIndex:
         before = self._places.find(episode[heads], step[heads] - 1)
         joins = (before >= 0) & ~self._done[before]
         self._link(before[joins], slots[heads[joins]])
-        if self._note_spans(episode, step):
+        if self._note_spans(episode, step, slots):
             tails = np.flatnonzero(alone[1:] & ~done)
             after = self._places.find(episode[tails], step[tails] + 1)
             self._link(slots[tails[after >= 0]], after[after >= 0])
@@ -195,20 +197,21 @@ class SequenceIndex:
         self._next_slot[slots] = after
         self._next_number[slots] = self._number[after]
 
-    def _note_spans(self, episode: Ints, step: Ints) -> bool:
+    def _note_spans(self, episode: Ints, step: Ints, slots: Ints) -> bool:
         """True where a step may have been written before the one that precedes it. The arrays are sorted."""
         edge = np.flatnonzero(np.diff(episode) != 0)
         firsts, lasts = np.append(0, edge + 1), np.append(edge, len(episode) - 1)
         known, late = self._spans, False
-        for name, first, last in zip(
-            episode[firsts].tolist(), step[firsts].tolist(), step[lasts].tolist(), strict=True
-        ):
+        ends = (episode[firsts], step[firsts], step[lasts], slots[lasts])
+        for name, first, last, slot in zip(*(values.tolist() for values in ends), strict=True):
             span = known.get(name)
             if span is None:
-                known[name] = [first, last, first]
+                known[name] = [first, last, first, slot]
                 continue
             late = late or first <= span[1]
-            span[:] = min(span[0], first), max(span[1], last), min(span[2], first)
+            if last >= span[1]:
+                span[1], span[3] = last, slot
+            span[0], span[2] = min(span[0], first), min(span[2], first)
         if len(known) > self._forget_at:
             there = set(self._episode[self._number >= 0].tolist())
             self._spans = {name: span for name, span in known.items() if name in there}
@@ -334,17 +337,24 @@ class SequenceIndex:
 
     def _lasts(self, names: Ints, alive: Alive) -> Ints:
         """The last steps of these episodes that are live: what is drawn depends on nothing that is gone."""
-        unique, which = np.unique(names, return_inverse=True)
-        lasts = np.array([self._spans[name][1] for name in unique.tolist()], np.int64)
-        there = self._places.find(unique, lasts)
-        for i in np.flatnonzero(~((there >= 0) & alive(there, self._number[there]))).tolist():
-            name, first = int(unique[i]), self._spans[int(unique[i])][2]
-            for end in range(int(lasts[i]) + 1, first, -CHUNK):
-                live = self._live_steps(name, max(first, end - CHUNK), end, alive)
-                if len(live):
-                    lasts[i] = self._step[live[-1]]
-                    break
-        return lasts[which]
+        spans = [self._spans[name] for name in names.tolist()]
+        lasts, at = np.array([s[1] for s in spans], np.int64), np.array([s[3] for s in spans], np.int64)
+        there = (self._episode[at] == names) & (self._step[at] == lasts) & alive(at, self._number[at])
+        found: dict[int, int] = {}
+        for i in np.flatnonzero(~there).tolist():
+            name = int(names[i])
+            if name not in found:
+                found[name] = self._last_live(name, alive)
+            lasts[i] = found[name]
+        return lasts
+
+    def _last_live(self, name: int, alive: Alive) -> int:
+        first, last = self._spans[name][2], self._spans[name][1]
+        for end in range(last + 1, first, -CHUNK):
+            live = self._live_steps(name, max(first, end - CHUNK), end, alive)
+            if len(live):
+                return int(self._step[live[-1]])
+        return last
 
     def _first(self, name: int, alive: Alive, oldest: int) -> int:
         """The first step of an episode that is live."""

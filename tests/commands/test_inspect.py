@@ -29,7 +29,7 @@ from millpond.replay import (
     SliceSampler,
 )
 from millpond.replay.inspection import inspect
-from millpond.shm.directory import Owner
+from millpond.shm.ownership import Owner
 from millpond.train.checkpoint import REPLAY
 
 FORK: Any = mp.get_context("fork")
@@ -314,6 +314,7 @@ def test_watching_ends_after_so_many_looks_and_with_the_buffer(capsys: Any) -> N
 
 def test_reaping_lists_and_removes_what_the_dead_left(processes: Any, shared_root: Path, capsys: Any) -> None:
     def work(pipe: Any) -> None:
+        pipe.recv()
         rb = ReplayBuffer(10, shared=True)
         rb.extend(steps(3))
         pipe.send(rb.handle().path)
@@ -322,10 +323,11 @@ def test_reaping_lists_and_removes_what_the_dead_left(processes: Any, shared_roo
     mine, theirs = FORK.Pipe()
     process = processes(work, theirs)
     theirs.close()
-    path = mine.recv()
-    mine.close()
-    killed(process)
-    with ReplayBuffer(4, shared=True) as rb:
+    with ReplayBuffer(4, shared=True) as rb:  # made before the other dies: each new one removes what the dead left
+        mine.send("go on")
+        path = mine.recv()
+        mine.close()
+        killed(process)
         assert main(["inspect", path]) == 0
         assert f"process {process.pid}, which is gone" in capsys.readouterr().out
         assert {b["path"] for b in told(capsys)["buffers"]} == {path, rb.handle().path}

@@ -259,6 +259,13 @@ def own_and_die(pipe: Any) -> None:
     time.sleep(60)
 
 
+def own_prioritized_and_die(pipe: Any) -> None:
+    rb = ReplayBuffer(64, sampler=PrioritizedSampler(), shared=True, consume_after_n_samples=None)
+    rb.extend({"x": torch.zeros(64)})
+    pipe.send(rb.handle())
+    time.sleep(60)
+
+
 def test_a_dead_owner_ends_every_wait() -> None:
     context = mp.get_context("fork")
     mine, theirs = context.Pipe()
@@ -276,9 +283,55 @@ def test_a_dead_owner_ends_every_wait() -> None:
     handle = rb.handle()
     with pytest.raises(PeerLost):
         ReplayBuffer.attach(handle)
-    rb.close()
-    assert Path(handle.path) in reap()
+    ReplayBuffer(4, shared=True).close()  # the next shared buffer on this host frees the memory
     assert not Path(handle.path).exists()
+    rb.close()
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_no_call_goes_on_in_the_memory_of_a_dead_owner(reaped: bool) -> None:
+    """Within 5 s, whoever is busy: who writes, samples, changes priorities or items."""
+    context = mp.get_context("fork")
+    mine, theirs = context.Pipe()
+    owner = context.Process(target=own_prioritized_and_die, args=(theirs,), daemon=True)
+    owner.start()
+    handle = mine.recv()
+    rb = ReplayBuffer.attach(handle)
+    batch = rb.sample(4)
+
+    def busy(call: Callable[[], Any]) -> tuple[str, float]:
+        try:
+            while True:
+                call()
+        except PeerLost as lost:
+            return str(lost), time.monotonic()
+
+    calls = [
+        lambda: rb.extend({"x": torch.zeros(2)}),
+        lambda: rb.add({"x": torch.zeros(())}),
+        lambda: rb.sample(4),
+        lambda: rb.update_priority(batch, torch.ones(4)),
+        lambda: rb.update(batch, {"x": torch.ones(4)}),
+    ]
+    running = [Call(lambda call=call: busy(call)) for call in calls]
+    until(lambda: rb.write_count > 300)
+    assert owner.pid is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    died = time.monotonic()
+    if reaped:
+        until(lambda: Path(handle.path) in reap())
+    for call in running:
+        said, when = call.result()
+        assert str(owner.pid) in said
+        assert when - died < 5
+    with pytest.raises(PeerLost):
+        rb.extend({"x": torch.zeros(2)})
+    rb.close()
+    reap()
+    owner.join()
+    owner.close()
     mine.close()
     theirs.close()
 

@@ -84,7 +84,7 @@ def test_what_cannot_be_allocated_is_refused_and_nothing_is_left(directory: Path
     for nbytes in (0, -1):
         with pytest.raises(InvalidArgument, match=f"cannot allocate {nbytes} bytes"):
             allocate(directory / "rows", nbytes)
-    assert {path.name for path in directory.iterdir()} == {"there", "owner"}
+    assert {path.name for path in directory.iterdir()} == {"there", "owner", "alive"}
 
 
 def test_more_than_there_is_names_both_numbers_and_leaves_nothing(

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -8,9 +12,10 @@ import pytest
 from shm_children import Child, Starter, die
 
 from millpond.shm import directory as directories
-from millpond.shm import identity
-from millpond.shm.directory import Owner, make_directory, remove_directory
+from millpond.shm import identity, ownership
+from millpond.shm.directory import make_directory, remove_directory
 from millpond.shm.mapped import allocate
+from millpond.shm.ownership import Owner
 from millpond.shm.reaper import leftovers, reap
 
 
@@ -32,8 +37,11 @@ def made_by_a_child(start: Starter) -> tuple[Child, Path]:
     return child, Path(child.heard() or "")
 
 
-def owned_by(owner: Owner) -> Path:
+def without_lock(owner: Owner) -> Path:
+    """As an earlier version made it: only the words say to whom it belongs."""
     path = make_directory("replay")
+    ownership.let_go(path)
+    (path / ownership.ALIVE).unlink()
     owner.write(path)
     return path
 
@@ -65,23 +73,95 @@ def test_the_root_can_be_named(start: Starter, root: Path, monkeypatch: pytest.M
 
 
 def test_a_pid_that_another_process_has_now_does_not_save_it() -> None:
-    path = owned_by(me(started=identity.start_time(os.getpid()) - 1))
+    path = make_directory("replay")
+    ownership.let_go(path)  # as the death of an owner that had this process's pid leaves it
+    assert reap() == [path]
+    path = without_lock(me(started=identity.start_time(os.getpid()) - 1))
     assert reap() == [path]
 
 
 def test_what_was_made_before_a_reboot_is_removed() -> None:
-    path = owned_by(me(boot="another-boot"))
+    path = without_lock(me(boot="another-boot"))
     assert reap() == [path]
 
 
-def test_what_belongs_to_another_container_is_left_alone() -> None:
+def test_what_belongs_to_another_container_is_left_alone_where_only_a_pid_tells() -> None:
     """Its pids mean nothing here, so nobody here can tell whether its owner lives."""
-    owned_by(me(pid=2**22 + 1, namespace=1))
+    path = without_lock(me(pid=2**22 + 1, namespace=1))
     assert leftovers() == []
+    remove_directory(path)
+
+
+ELSEWHERE = """
+import sys
+from millpond.shm.directory import make_directory
+from millpond.shm.reaper import reap
+print(reap(), flush=True)
+print(make_directory("replay"), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+@pytest.mark.parametrize("namespace", [["--time", "--boottime", "100000"], ["--pid"]], ids=["time", "pid"])
+def test_a_living_owner_in_another_namespace_keeps_its_own_and_a_dead_one_does_not(
+    namespace: list[str], root: Path
+) -> None:
+    """There other processes have its pid and its start time, and it sees another pid and start time than we do."""
+    unshare = ["unshare", *namespace, "--fork", "--kill-child"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this user may not make namespaces")
+    mine = make_directory("replay")
+    command = [*unshare, sys.executable, "-c", ELSEWHERE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "[]\n"
+        its = Path(other.stdout.readline().strip())
+        assert its.parent == root
+        assert reap() == []
+        other.kill()  # and its child with it
+        other.wait()
+        assert other.stdout.read() == ""  # its end of the pipe is closed: it is dead
+    assert reap() == [its]
+    assert mine.exists()
+    remove_directory(mine)
+
+
+def test_a_forked_child_does_not_keep_alive_what_its_parent_owned(start: Starter) -> None:
+    def run(child: Child) -> None:
+        path = make_directory("replay")
+        pid = os.fork()
+        if pid == 0:
+            child.say(str(path))
+            child.ask()  # lives on
+            os._exit(0)
+        child.say(str(pid))
+        child.ask()
+
+    child = start(run)
+    words = {child.heard() or "", child.heard() or ""}
+    pid, path = sorted(words, key=len)
+    assert reap() == []
+    child.kill()
+    assert reap() == [Path(path)]
+    os.kill(int(pid), signal.SIGKILL)
+
+
+def test_the_next_shared_directory_frees_what_the_dead_left(start: Starter, root: Path) -> None:
+    dead, its = made_by_a_child(start)
+    _, anothers = made_by_a_child(start)
+    dead.kill()
+    mine = make_directory("weights")
+    assert not its.exists()
+    assert sorted(root.iterdir()) == sorted([anothers, mine])
+    remove_directory(mine)
 
 
 def test_what_is_not_ours_is_left_alone(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")  # what says nothing about a living owner, or is none of ours
     me(boot="another-boot").write(elsewhere)
     for name in ("millpond-notes", "millpond-12-x", "other-1-replay-00", "millpond-1-replay-00.backup"):
         (root / name).mkdir()
@@ -127,7 +207,9 @@ def test_what_was_killed_while_it_was_removed_is_removed(start: Starter, root: P
 
 
 def test_several_reapers_share_the_work(root: Path) -> None:
-    paths = sorted(owned_by(me(boot="another-boot")) for _ in range(40))
+    paths = sorted(make_directory("replay") for _ in range(40))
+    for path in paths:
+        ownership.let_go(path)
     for path in paths:
         for i in range(5):
             (path / f"rows{i}").write_bytes(b"x")

@@ -20,7 +20,7 @@ from millpond.remote.service import Plan
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.storage import Storage
 from millpond.replay.waiting import check_timeout
-from millpond.shm.directory import Owner as Creator
+from millpond.shm.ownership import Owner as Creator
 from millpond.shm.reaper import reap
 
 

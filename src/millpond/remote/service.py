@@ -31,8 +31,8 @@ from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.inspection import describe_schema, inspect
 from millpond.replay.rules import spell
 from millpond.replay.storage import TensorStorage
-from millpond.shm.directory import Owner as Creator
 from millpond.shm.identity import boot_id, pid_namespace, when_gone
+from millpond.shm.ownership import Owner as Creator
 from millpond.shm.reaper import reap
 
 UNDERWAY = 1 << 28  # bytes of all requests that are being received

@@ -233,6 +233,8 @@ class ReplayBuffer:
             check_timeout(timeout)
             check_cancel(cancel_event)
         works = self._works
+        if works.watched is not None:
+            works.watched.look("sample")
         plain = works.plain and not return_info
         cancelled = cancel_event is not None and cancel_event.is_set()
         asked = plain and not works.rules.prefetch and not cancelled and works.ahead.idle
@@ -344,6 +346,8 @@ class ReplayBuffer:
 
         Raises ``InvalidArgument`` or ``InvalidType``, before anything was changed.
         """
+        if self._works.watched is not None:
+            self._works.watched.look("update_priority")
         return self._works.editor.update_priority(index_or_sample, priority)
 
     def update(self, index_or_sample: Any, patch: Batch) -> int:
@@ -355,6 +359,8 @@ class ReplayBuffer:
 
         Raises ``SchemaMismatch`` or ``NonFinite``, before anything was changed.
         """
+        if self._works.watched is not None:
+            self._works.watched.look("update")
         return self._works.editor.update(index_or_sample, patch)
 
     def empty(self) -> None:

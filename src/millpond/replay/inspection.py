@@ -32,8 +32,9 @@ from millpond.replay.samplers import RandomSampler
 from millpond.replay.storage import SeenStorage
 from millpond.replay.summary import counted, figures
 from millpond.shm import identity
-from millpond.shm.directory import PREFIX, Owner, is_temporary, shared_root
+from millpond.shm.directory import PREFIX, is_temporary, shared_root
 from millpond.shm.onlooker import Onlooker
+from millpond.shm.ownership import Owner, lives
 
 Report = dict[str, Any]
 
@@ -147,7 +148,7 @@ class _Look:
 
     def _describe_owner(self) -> Report | None:
         owner = self._owner
-        return None if owner is None or not owner.pid else {"pid": owner.pid, "alive": not owner.gone()}
+        return None if owner is None or not owner.pid else {"pid": owner.pid, "alive": bool(lives(self._path))}
 
     def _lock(self) -> Report:
         holder = 0 if self._rebooted() else self._control.mutex.holder

@@ -2,38 +2,48 @@
 
 A shared buffer is a directory of files that any process on the host can map::
 
-    owner         who made it, or took it over (pid, start time, boot)
+    alive         held locked by the process that owns the buffer
+    owner         which that is (pid, start time, boot)
     rules.json    capacity, sampler, flow: what `attach` needs to behave the same
     control       the control block: lock, counters, waiters
     arrays        slots, priorities, epochs, receipts
     rows          the packed rows, from the first write on
     schema.json   what they hold
-    users         held locked by everybody who uses the buffer
+    users         locked by whoever decides something for all: to bind a schema, to take the buffer over
+
+On disk a buffer appears whole, by renaming; what is written anew later is written beside itself and renamed. So a kill
+at any instant leaves a directory that can be attached, or one that the next creation removes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import mmap
 import os
+import re
+import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from millpond.core.errors import InvalidArgument, NotShareable, PeerLost
 from millpond.core.schema import Schema
-from millpond.replay.state import RECEIPT_LINES, WORDS
+from millpond.core.sealing import seal, unseal
+from millpond.replay.state import CLOSED, RECEIPT_LINES, WORDS
 from millpond.shm import identity, mapped
 from millpond.shm.control import ControlBlock, Recover
-from millpond.shm.directory import Owner, is_temporary
+from millpond.shm.directory import is_temporary
 from millpond.shm.onlooker import Onlooker
+from millpond.shm.ownership import Owner, hold, let_go, lives, replace_text
 
 EVENTS = 2
-FORMAT = 1
+FORMAT = 2  # from 2 on with a checksum
+LOOK_EVERY = 0.5  # seconds between two looks whether the owner lives
 
 
 class Memory:
@@ -50,6 +60,8 @@ class Memory:
         self.control: ControlBlock
         self._arrays: mmap.mmap
         self.owner: Owner | None = None
+        self.pid = os.getpid()  # of the owner, when it was looked up
+        self._looked = 0.0  # when the owner was last seen alive
         self.turnstile: Any = threading.RLock()  # for the threads of this process that were woken, see `Wait.sleep`
         self.buried = 0.0  # when the table of waiters was last cleared because it was full
         self.logged = 0.0  # when a wait last said that it still waits
@@ -78,14 +90,17 @@ class Memory:
         if path is None:
             final = making = mapped.make_directory("replay")
         else:
-            final, making = path, path.with_name(f"{path.name}.making.{os.getpid()}")
+            final, making = path, path.with_name(f"{path.name}.making.{os.getpid()}-{secrets.token_hex(4)}")
             if path.exists():
                 raise InvalidArgument(f"{path} exists already; ReplayBuffer.attach({str(path)!r}) opens a buffer")
             if not path.parent.is_dir():
                 raise InvalidArgument(f"{path.parent} is no directory")
+            _clear(path.parent, re.escape(path.name))
             making.mkdir(0o700)
+        renamed = path is None
         try:
             if path is not None:
+                hold(making, name=path)
                 Owner.me().write(making)
             memory = cls(sizes, final)
             (making / "users").touch(0o600)
@@ -93,17 +108,19 @@ class Memory:
             made = ControlBlock(block, words=WORDS, events=EVENTS, create=True, lock_path=making / "lock")
             del made
             mapped.allocate(making / "arrays", memory._nbytes).close()
-            (making / "rules.json").write_text(json.dumps({"format": FORMAT, **rules}))
+            replace_text(making / "rules.json", seal({"format": FORMAT, **rules}))
             if path is not None:
-                os.rename(making, final)  # whoever finds the name finds a whole buffer
+                _appear(making, final)
+                renamed = True
             memory._open(recover)
             memory.owner = Owner.me()
             memory.fresh = True
             return memory
         except BaseException:
             shutil.rmtree(making, ignore_errors=True)
-            if path is not None:
+            if renamed:  # else what is there, if anything, is another's
                 shutil.rmtree(final, ignore_errors=True)
+            let_go(final)
             raise
 
     @classmethod
@@ -115,20 +132,25 @@ class Memory:
             NotShareable: there is no buffer at ``path``, or it was made in another container.
         """
         memory = cls(sizes, path)
-        owner = Owner.read(path)
-        if owner is None:
-            raise NotShareable(f"{path} holds no buffer; has its owner closed it?")
         with memory._deciding():
-            owner = Owner.read(path) or owner
-            if owner.gone():
+            owner, alive = Owner.read(path), lives(path)
+            memory.pid = 0 if owner is None else owner.pid
+            if not alive:
                 if is_temporary(path):
-                    raise PeerLost(f"the owner of {path} (process {owner.pid}) is gone")
-                if owner.boot != identity.boot_id():
-                    memory._revive(recover)
-                owner = Owner.me()
-                owner.write(path)
-                memory.owner = owner
-            memory._open(recover)
+                    raise PeerLost(f"the owner of {path} (process {memory.pid or 'unknown'}) is gone")
+                hold(path)
+                memory.owner = Owner.me()
+            try:
+                if memory.owner is not None:
+                    if owner is None or owner.boot != identity.boot_id():
+                        memory._revive(recover)
+                    _clear(path, r"[a-z.]+")
+                    memory.owner.write(path)
+                memory._open(recover)
+            except BaseException:
+                if memory.owner is not None:
+                    let_go(path)
+                raise
         return memory
 
     @classmethod
@@ -148,13 +170,20 @@ class Memory:
         """After a reboot nobody can hold the old mutex, and its bytes mean nothing any more."""
         assert self.path is not None
         block = mapped.map_file(self.path / "control", ControlBlock.size_needed(WORDS, EVENTS))
+        if ControlBlock.made_here(block):
+            return  # since this boot: those who use it still, if any, hold this very mutex
         ControlBlock.revive(block, words=WORDS, events=EVENTS, lock_path=self.path / "lock", recover=recover)
 
     @contextlib.contextmanager
     def _deciding(self) -> Iterator[None]:
         """One process at a time decides about a buffer whose owner may be gone."""
         assert self.path is not None
-        fd = os.open(self.path / "owner", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.path / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as problem:
+            raise NotShareable(
+                f"{self.path} holds no buffer ({problem.strerror}); has its owner closed it?"
+            ) from problem
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -188,24 +217,35 @@ class Memory:
         return self.path is None or (self.owner is not None and self.owner.pid == os.getpid())
 
     def owner_lost(self) -> str | None:
-        """None, or who died. Reads ``/proc``: not under the lock."""
-        if self.mine or self.path is None:
+        """None, or who died. Asks the kernel: not under the lock."""
+        if self.mine or self.path is None or lives(self.path) or self.control.peek()[CLOSED]:
             return None
-        owner = Owner.read(self.path)
-        if owner is None:
-            return f"the buffer's directory {self.path} is gone"
-        return f"the buffer's owner (process {owner.pid}) is gone" if owner.gone() else None
+        return f"the buffer's owner (process {self.pid or 'unknown'}) is gone"
+
+    def look(self, what: str, more: Callable[[], str] = str) -> None:
+        """Raises ``PeerLost`` where the owner of a buffer that this process only uses is gone. It asks every half
+        second at most, so a call may come first in between."""
+        now = time.monotonic()
+        if now < self._looked + LOOK_EVERY:
+            return
+        lost = self.owner_lost()
+        if lost is not None:
+            raise PeerLost(f"{what}: {lost}{more()}")
+        self._looked = now
 
     # ------------------------------------------------------------------ the schema
     def write_schema(self, schema: Schema) -> None:
         assert self.path is not None
-        making = self.path / f"schema.making.{os.getpid()}"
-        making.write_text(schema.to_json())
-        os.rename(making, self.path / "schema.json")
+        replace_text(self.path / "schema.json", schema.to_json())
 
     def read_schema(self) -> Schema:
+        """Raises ``NotShareable`` where it is missing or damaged."""
         assert self.path is not None
-        return Schema.from_json((self.path / "schema.json").read_text())
+        file = self.path / "schema.json"
+        try:
+            return Schema.from_json(file.read_text())
+        except (OSError, *DAMAGE) as problem:
+            raise NotShareable(f"{file} is missing or damaged ({problem!r:.200}): the rows cannot be read") from problem
 
     @contextlib.contextmanager
     def binding(self) -> Iterator[None]:
@@ -213,12 +253,8 @@ class Memory:
         if self.path is None:
             yield
             return
-        fd = os.open(self.path / "users", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with self._deciding():
             yield
-        finally:
-            os.close(fd)
 
     def remove(self) -> None:
         """The owner leaves: the files of a buffer in shared memory go, those on disk wait for the next owner."""
@@ -230,18 +266,52 @@ def give_up(path: Path) -> None:
     """What `Memory.remove` does, for whoever must not hold the memory itself."""
     if is_temporary(path):
         mapped.remove_directory(path)
-    elif path.is_dir():
+        return
+    if path.is_dir():
         Owner.me()._replace(pid=0, started=0).write(path)
+    let_go(path)
+
+
+def _appear(making: Path, final: Path) -> None:
+    """Whoever finds the name finds a whole buffer."""
+    try:
+        os.rename(making, final)
+    except OSError as problem:
+        if problem.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # somebody else was faster
+            raise InvalidArgument(f"{final} exists already") from problem
+        raise
+
+
+def _clear(directory: Path, name: str) -> None:
+    """Remove what those left who were killed while they made ``name`` (a pattern) in a directory."""
+    pattern = re.compile(rf"{name}\.making\.(?P<pid>\d+)[-0-9a-f.]*")
+    for entry in os.scandir(directory):
+        found = pattern.fullmatch(entry.name)
+        if found is None:
+            continue
+        alive = lives(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
+        if alive is False or (alive is None and identity.start_time(int(found["pid"])) == 0):
+            with contextlib.suppress(OSError):
+                remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+                remove(entry.path)
+
+
+DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def read_rules(path: Path) -> dict[str, Any]:
-    """Raises ``NotShareable`` where there is no buffer at ``path``, or one of another version."""
+    """Raises ``NotShareable`` where there is no buffer at ``path``, one of another version, or a damaged one."""
+    file = path / "rules.json"
     try:
-        rules: dict[str, Any] = json.loads((path / "rules.json").read_text())
-    except (OSError, json.JSONDecodeError) as problem:
+        text = file.read_text()
+    except (OSError, ValueError) as problem:
         raise NotShareable(f"{path} holds no buffer ({type(problem).__name__}); has its owner closed it?") from problem
-    if rules.get("format") != FORMAT:
-        raise NotShareable(f"{path} is a buffer of format {rules.get('format')}; this version reads {FORMAT}")
+    try:
+        rules = unseal(text)
+    except ValueError as problem:
+        raise NotShareable(f"{file} is damaged: {problem}") from problem
+    if rules.get("format") not in (1, FORMAT):
+        raise NotShareable(f"{path} is a buffer of format {rules.get('format')!r:.40}; this version reads {FORMAT}")
     return rules
 
 

@@ -32,7 +32,7 @@ from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.slices import SliceSampler
 from millpond.replay.state import RECEIPT_LINES
-from millpond.replay.storage import MappedStorage, Storage, TensorStorage
+from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.windows import HindsightSampler, NStep
 from millpond.shm.room import available_memory
 
@@ -72,7 +72,7 @@ class Rules:
     num_envs: int | None = None
     frozen: bytes | None = None  # a user's sampler as it was before it was bound to memory
 
-    def checked(self) -> Rules:
+    def checked(self, *, warn: bool = True) -> Rules:
         """The same, with what follows from the sampler.
 
         Raises:
@@ -108,7 +108,7 @@ class Rules:
         reason = unsatisfiable(self.flow, self.capacity, exact, self.batch_size or 0, 0, deliveries=deliveries)
         if reason is not None:
             raise Unsatisfiable(reason)
-        if self.flow.admission == "block" and not consuming:
+        if self.flow.admission == "block" and not consuming and warn:
             warnings.warn(
                 "admission='block' on a buffer that never consumes: once it is full, only empty() frees space. "
                 "Give consume_after_n_samples, or admission='overwrite'",
@@ -120,7 +120,7 @@ class Rules:
                 frozen = pickle.dumps(self.sampler)
             except Exception:  # noqa: BLE001 — a user's class may raise anything; it matters once shared
                 frozen = None
-        storage = None if type(self.storage) in (TensorStorage, MappedStorage) else self.storage
+        storage = None if type(self.storage) in (type(None), TensorStorage, MappedStorage) else self.storage
         return replace(self, deliveries=deliveries, storage=storage, frozen=frozen)
 
     def _check_slices(self, kinds: list[Any], consuming: bool) -> None:
@@ -200,7 +200,22 @@ class Rules:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], sampler: Any, path: Path) -> Rules:
-        """Raises ``NotShareable`` where the buffer has a storage or a sampler that only a handle can bring."""
+        """Raises ``NotShareable`` where ``data`` are no rules, or where the buffer has a storage or a sampler that only
+        a handle can bring."""
+        if sampler is not None and (isinstance(sampler, type) or not isinstance(sampler, Sampler)):
+            raise InvalidType(f"{sampler!r} is no sampler")
+        try:
+            return cls._read(data, sampler, path)
+        except NotShareable:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as problem:
+            raise NotShareable(f"{path / 'rules.json'} is damaged: {problem!r:.300}") from problem
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any], sampler: Any, path: Path) -> Rules:
+        flags = [data[name] for name in ("own_storage", "contiguous", "check_finite")]
+        if not all(isinstance(flag, bool) for flag in flags):
+            raise TypeError(f"flags that are {flags}")
         if data["own_storage"]:
             raise NotShareable(f"{path} uses a storage of its own: attach with the buffer's handle()")
         if sampler is None:
@@ -209,8 +224,8 @@ class Rules:
             raise NotShareable(
                 f"{path} uses a sampler that millpond does not know: attach(path, sampler=…), or a handle"
             )
-        return cls(
-            capacity=data["capacity"],
+        rules = cls(
+            capacity=check_capacity(data["capacity"]),
             sampler=sampler,
             flow=Flow.from_dict(data["flow"]),
             storage=None,
@@ -223,6 +238,7 @@ class Rules:
             check_finite=data["check_finite"],
             num_envs=data.get("num_envs"),
         )
+        return rules.checked(warn=False)
 
 
 def layers(sampler: Any) -> Any:

@@ -129,19 +129,26 @@ class MappedStorage(TensorStorage):
         self.path: Path | None = None if path is None else Path(path).absolute()
 
     def bind(self, schema: Schema) -> None:
-        """Make the file, or map the one that is there already."""
+        """Make the file. One that is there already is of somebody who was killed before the schema was bound."""
         if self.schema is not None:
             return
+        file, nbytes = self._file(), self.capacity * schema.row_nbytes
+        making = file.with_name(f"rows.making.{os.getpid()}")
+        making.unlink(missing_ok=True)
+        mapped.allocate(making, nbytes).close()
+        os.rename(making, file)  # whoever finds the name finds the whole file
+        self.map(schema)
+
+    def map(self, schema: Schema) -> None:
+        """Use the file that another process made. Raises ``NotShareable`` where it is not there, or is another."""
+        if self.schema is None:
+            memory: mmap.mmap = mapped.map_file(self._file(), self.capacity * schema.row_nbytes)
+            self._use(schema, torch.frombuffer(memory, dtype=torch.uint8))
+
+    def _file(self) -> Path:
         if self.path is None:
             raise InvalidArgument("a MappedStorage without a path gets one from the buffer that uses it")
-        file, nbytes = self.path / "rows", self.capacity * schema.row_nbytes
-        if not file.exists():
-            making = self.path / f"rows.making.{os.getpid()}"
-            making.unlink(missing_ok=True)
-            mapped.allocate(making, nbytes).close()
-            os.rename(making, file)  # whoever finds the name finds the whole file
-        memory: mmap.mmap = mapped.map_file(file, nbytes)
-        self._use(schema, torch.frombuffer(memory, dtype=torch.uint8))
+        return self.path / "rows"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "path": self.path, "schema": self.schema}
@@ -149,7 +156,7 @@ class MappedStorage(TensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["capacity"], state["path"])  # type: ignore[misc]
         if state["schema"] is not None:
-            self.bind(state["schema"])
+            self.map(state["schema"])
 
     def __repr__(self) -> str:
         return f"MappedStorage({self.capacity}, {None if self.path is None else str(self.path)!r})"

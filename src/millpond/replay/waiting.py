@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
+from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument, InvalidType
 from millpond.replay.memory import Memory
 from millpond.replay.state import PREFETCHED, RESERVED
 from millpond.shm.control import ControlBlock, Line
@@ -127,11 +127,9 @@ class Wait:
         if self._line is None and now - self._memory.buried >= BURY_EVERY:
             self._memory.buried = now
             bury_dead(self._memory.control)  # the table was full: make room, and appear next time
+        self._memory.look(self._what, lambda: f"; while waiting: {self._why(explain)}")
         if moved:
             return
-        lost = self._memory.owner_lost()
-        if lost is not None:
-            raise PeerLost(f"{self._what}: {lost}; while waiting: {self._why(explain)}")
         now = time.monotonic()
         if self.timeout == math.inf and now - max(self._began, self._memory.logged) >= LOG_EVERY:
             self._memory.logged = now  # one line for all that wait

@@ -46,6 +46,7 @@ class Works:
         self.plain = rules.device is None and rules.transform is None and not rules.contiguous  # samples are views
         self.closed = False
         self.final: dict[str, Any] = {}  # the figures of a closed buffer
+        self.watched = None if self.engine.memory.mine else self.engine.memory  # its owner may die
         memory = self.engine.memory  # not for the finalizer: it leads back here, so these works would live for ever
         self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
         _all.add(self)
@@ -73,11 +74,15 @@ class Works:
     def attached(cls, rules: Rules, path: Path) -> Self:
         """Over what another process made. Raises ``NotShareable`` and ``PeerLost`` as `ReplayBuffer.attach` does."""
         works = cls(rules, rules.storage_at(path), rulebook.generator(None), lambda s, r: Memory.attach(s, r, path))
-        if works.engine.memory.mine:
-            works.editor.reopen()
-        works.find_rows()
-        if works.engine.memory.mine and works.engine.order is not None:
-            works.engine.order.loaded()
+        try:
+            works.find_rows()
+            if works.engine.memory.mine:
+                works.editor.reopen()
+                if works.engine.order is not None:
+                    works.engine.order.loaded()
+        except BaseException:
+            works.give_up()
+            raise
         return works
 
     # ------------------------------------------------------------------ the schema
@@ -129,7 +134,8 @@ class Works:
         engine = self.engine
         if self.schema is None and engine.memory.shared and engine.bound():
             schema = engine.memory.read_schema()
-            engine.storage.bind(schema)
+            use: Any = getattr(engine.storage, "map", engine.storage.bind)
+            use(schema)
             engine.bind(schema)
             self.schema = schema
         return self.schema is not None
@@ -148,6 +154,8 @@ class Works:
 
         ``who`` writes, if not this thread. Raises as `ReplayBuffer.extend` does.
         """
+        if self.watched is not None:
+            self.watched.look("extend")
         order = self.engine.order
         if order is None or not len(rows):
             return self._put(rows, priority, timeout, cancel, receipt, None)
@@ -196,7 +204,7 @@ class Works:
     def close(self) -> None:
         """See `ReplayBuffer.close`."""
         self.final = stats(self.engine, self.schema)
-        self.closed = True
+        self.closed, self.watched = True, None
         self.ahead.close()
         engine = self.engine
         engine.close(everybody=engine.memory.mine)
@@ -219,6 +227,7 @@ class Works:
         if self.closed:
             return
         self.ahead.forget()
+        self.watched = self.engine.memory if self.engine.memory.shared else None
         self.engine.memory.turnstile = threading.RLock()
         self.engine.random.torch = rulebook.generator(None)
 

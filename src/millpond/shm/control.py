@@ -296,6 +296,12 @@ class ControlBlock:
             event.notify_all()
 
     # ---------------------------------------------------------------- other lives of a block
+    @staticmethod
+    def made_here(memory: mmap.mmap) -> bool:
+        """Do these bytes say that they are of this boot and container?"""
+        with memoryview(memory) as view, view[:64].cast("Q") as header:
+            return bool(header[2] == identity.abi())
+
     @classmethod
     def revive(
         cls,

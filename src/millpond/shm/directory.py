@@ -1,8 +1,8 @@
 """Directories of shared files. Each belongs to one process, and says to which, so that a kill leaves no riddle.
 
-The name is ``millpond-<pid>-<kind>-<token>``. The file ``owner`` in it holds pid, start time, pid namespace, boot id.
-Two suffixes mark what is not, or no longer, a finished directory: ``.making-<start time>-<pid namespace>`` and
-``.removing-<token>``.
+The name is ``millpond-<pid>-<kind>-<token>``. In it the file ``alive`` is locked as long as the owner lives, and
+``owner`` holds its pid, start time, pid namespace and boot id. Two suffixes mark what is not, or no longer, a finished
+directory: ``.making-<start time>-<pid namespace>`` and ``.removing-<token>``. Only their user may open them.
 """
 
 from __future__ import annotations
@@ -15,47 +15,15 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from millpond.core.errors import InvalidArgument
-from millpond.shm import identity
+from millpond.shm.ownership import Owner, hold, let_go
 from millpond.shm.room import no_room
 
 PREFIX = "millpond-"
 VARIABLE = "MILLPOND_SHM"
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _MADE = re.compile(rf"{PREFIX}\d+-[a-z][a-z0-9_]*-[0-9a-f]{{16}}")
-
-
-class Owner(NamedTuple):
-    """To whom a directory belongs."""
-
-    pid: int
-    started: int
-    namespace: int
-    boot: str
-
-    @classmethod
-    def me(cls) -> Owner:
-        return cls(*identity.me(), identity.pid_namespace(), identity.boot_id())
-
-    @classmethod
-    def read(cls, directory: Path) -> Owner | None:
-        """None where the file is missing, or is none of ours."""
-        try:
-            pid, started, namespace, *boot = (directory / "owner").read_text().split()
-            return cls(int(pid), int(started), int(namespace), "".join(boot))
-        except (OSError, ValueError):
-            return None
-
-    def write(self, directory: Path) -> None:
-        (directory / "owner").write_text(f"{self.pid} {self.started} {self.namespace} {self.boot}\n")
-
-    def gone(self) -> bool:
-        """Has the owner certainly ended? False where this process cannot know: a live owner in another container."""
-        if self.boot != identity.boot_id():
-            return True
-        return self.namespace == identity.pid_namespace() and not identity.alive(self.pid, self.started)
 
 
 def shared_root() -> Path:
@@ -79,6 +47,8 @@ def _writable(path: str) -> bool:
 def make_directory(kind: str) -> Path:
     """Make an empty directory that belongs to this process, readable by this user only. The caller removes it.
 
+    What owners that were killed left beside it is removed first.
+
     ``kind`` is a lower-case word, such as ``replay``; it tells a reader of the file system what this is.
 
     Raises:
@@ -87,14 +57,20 @@ def make_directory(kind: str) -> Path:
     """
     if not _KIND.fullmatch(kind):
         raise InvalidArgument(f"kind {kind!r} must be a lower-case word of letters, digits and underscores")
-    owner = Owner.me()
-    path = shared_root() / f"{PREFIX}{owner.pid}-{kind}-{secrets.token_hex(8)}"
+    from millpond.shm.reaper import reap  # which is built on this module
+
+    owner, root = Owner.me(), shared_root()
+    with contextlib.suppress(OSError):  # it will be tried again
+        reap(root)
+    path = root / f"{PREFIX}{owner.pid}-{kind}-{secrets.token_hex(8)}"
     making = path.with_name(f"{path.name}.making-{owner.started}-{owner.namespace}")
     making.mkdir(0o700)
     try:
+        hold(making, name=path)
         owner.write(making)
         making.rename(path)  # whoever finds the name finds the owner in it
     except BaseException as problem:
+        let_go(path)
         shutil.rmtree(making, ignore_errors=True)
         shutil.rmtree(path, ignore_errors=True)
         if isinstance(problem, OSError) and problem.errno == errno.ENOSPC:
@@ -125,6 +101,8 @@ def remove_directory(path: str | os.PathLike[str]) -> bool:
         path.rename(going)
     except FileNotFoundError:
         return False
+    finally:
+        let_go(path)
     with contextlib.suppress(FileNotFoundError):  # another one may reap it at the same time
         shutil.rmtree(going)
     return True

@@ -1,4 +1,5 @@
-"""Removes the shared directories whose owner was killed before it could. Anybody may call it at any time."""
+"""Removes the shared directories whose owner was killed before it could. Anybody may call it at any time; each new
+shared directory does."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import re
 from pathlib import Path
 
 from millpond.shm import identity
-from millpond.shm.directory import PREFIX, Owner, remove_directory, shared_root
+from millpond.shm.directory import PREFIX, remove_directory, shared_root
+from millpond.shm.ownership import lives
 
 _NAME = re.compile(rf"{PREFIX}(?P<pid>\d+)-[a-z0-9_]+-[0-9a-f]+(?P<rest>\..*)?")
 _MAKING = re.compile(r"\.making-(?P<started>\d+)-(?P<namespace>\d+)")
@@ -28,7 +30,7 @@ def leftovers(root: str | os.PathLike[str] | None = None) -> list[Path]:
 def reap(root: str | os.PathLike[str] | None = None) -> list[Path]:
     """Remove them. Returns those that this call removed; several reapers at once share the work.
 
-    A directory whose owner lives is never touched: pid and start time must both be gone, in this pid namespace.
+    A directory whose owner lives is never touched, in whichever container that runs: see `ownership`.
     """
     return [path for path in leftovers(root) if remove_directory(path)]
 
@@ -43,9 +45,10 @@ def _mine(entry: os.DirEntry[str]) -> bool:
 def _abandoned(path: Path, pid: int, rest: str) -> bool:
     if rest.startswith(".removing-"):
         return True  # whoever wanted it removed was killed half-way
-    if making := _MAKING.fullmatch(rest):
-        return Owner(pid, int(making["started"]), int(making["namespace"]), identity.boot_id()).gone()
-    if rest:
+    making = _MAKING.fullmatch(rest)
+    if rest and not making:
         return False
-    owner = Owner.read(path)
-    return owner is not None and owner.gone()
+    alive = lives(path)
+    if alive is None and making:  # killed, or still at work, before it had its lock
+        return int(making["namespace"]) == identity.pid_namespace() and identity.start_time(pid) == 0
+    return alive is False

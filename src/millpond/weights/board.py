@@ -26,6 +26,7 @@ from millpond.replay.waiting import check_timeout
 from millpond.shm import identity
 from millpond.shm.locks import make_event, make_lock
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
+from millpond.shm.ownership import lives
 from millpond.weights.layout import Layout, Source
 from millpond.weights.snapshot import Snapshot
 
@@ -264,9 +265,9 @@ def _raise_if_pointless(block: _Block, waiting: str, cancel_event: CancelEvent |
         raise Cancelled(f"cancelled while {waiting}")
     if block.words[_CLOSED]:
         raise BufferClosed(f"the board was closed while {waiting}")
-    owner = block.words[_OWNER], block.words[_STARTED]
-    if owner != identity.me() and not identity.alive(*owner):
-        raise PeerLost(f"process {owner[0]}, which made the board, died while {waiting}")
+    owner = block.words[_OWNER]
+    if owner != os.getpid() and lives(block.path) is not True:
+        raise PeerLost(f"process {owner}, which made the board, died while {waiting}")
 
 
 def _checked_version(version: int) -> int:

@@ -8,7 +8,7 @@ from millpond.core.errors import NotShareable
 from millpond.remote.owner import Owner
 from millpond.replay.buffer import ReplayBuffer
 from millpond.shm import identity
-from millpond.shm.directory import Owner as Mark
+from millpond.shm.ownership import Owner as Mark
 
 
 def why_not(owner: Owner, host: str) -> str | None:

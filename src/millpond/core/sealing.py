@@ -17,8 +17,8 @@ def seal(values: Mapping[str, Any], *, indent: int | None = None) -> str:
     return f"{before}{_MARK}{zlib.crc32(before.encode()):08x}{text[len(before) + len(_MARK) :]}\n"
 
 
-def unseal(text: str, *, required: bool = False) -> dict[str, Any]:
-    """The values in it. One without a checksum, as earlier versions wrote, is taken as it is, unless ``required``.
+def unseal(text: str) -> dict[str, Any]:
+    """The values in it. One without a checksum and of format 1, as earlier versions wrote, is taken as it is.
 
     Raises ``ValueError``, saying what is wrong.
     """
@@ -28,7 +28,7 @@ def unseal(text: str, *, required: bool = False) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from problem
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
-    if "crc32" not in values and not required and values.get("format") == 1:
+    if "crc32" not in values and values.get("format") == 1:
         return values
     before, mark, rest = text.rpartition(_MARK)
     expected = f'{zlib.crc32(before.encode()):08x}"'

@@ -142,6 +142,7 @@ def _lift(node: Any, columns: list[Column]) -> Any:
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file that takes the place of ``path`` when the block ends, on the disk by then; not at all where it raises.
+    The block writes a container into it.
 
     Who may read it the user's umask says. Raises ``InvalidArgument`` where there is no such directory.
     """

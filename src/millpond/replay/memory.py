@@ -303,11 +303,11 @@ def read_rules(path: Path) -> dict[str, Any]:
     """Raises ``NotShareable`` where there is no buffer at ``path``, one of another version, or a damaged one."""
     file = path / "rules.json"
     try:
-        text = file.read_text()
+        content = file.read_bytes()
     except (OSError, ValueError) as problem:
         raise NotShareable(f"{path} holds no buffer ({type(problem).__name__}); has its owner closed it?") from problem
     try:
-        rules = unseal(text)
+        rules = unseal(content.decode())
     except ValueError as problem:
         raise NotShareable(f"{file} is damaged: {problem}") from problem
     if rules.get("format") not in (1, FORMAT):

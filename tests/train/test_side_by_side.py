@@ -140,11 +140,15 @@ def learning(path: Path) -> bool:
     return (path / "metrics.csv").exists() and any(int(row["updates"] or 0) > 0 for row in rows(path))
 
 
-def test_ctrl_c_once_saves_a_checkpoint_and_ends_cleanly(tmp_path: Path, command: Callable[..., subprocess.Popen[str]]):
-    """proc-7"""
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGHUP, signal.SIGHUP]])
+def test_ctrl_c_once_or_a_closed_terminal_saves_a_checkpoint_and_ends_cleanly(
+    tmp_path: Path, command: Callable[..., subprocess.Popen[str]], signals: list[signal.Signals]
+):
+    """proc-7; a terminal that closes may send its signal twice"""
     path, child = tmp_path / "run", command()
     wait_for("learning", lambda: learning(path))
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to everybody in the foreground
+    for number in signals:
+        os.killpg(child.pid, number)  # as a terminal does: to everybody in the foreground
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "stopping: saving a checkpoint" in out
@@ -166,7 +170,7 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_hangs(tmp_path: Path, command: C
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 130, out
     told = summary(path)
-    assert told["status"] == "stopped"
+    assert told["status"] == "interrupted"
     assert told["collected_frames"] == told["written_frames"] >= 300
     assert read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"] == told["collected_frames"]
     said = (path / "run.log").read_text()
@@ -182,6 +186,31 @@ def test_a_worker_that_hangs_is_replaced_after_the_time_that_is_set(tmp_path: Pa
     told = summary(tmp_path / "run")
     assert told["collected_frames"] == told["written_frames"] == 400
     assert told["restarts"] <= 1  # 0 where the other worker had the last frames meanwhile
+
+
+def imports(child: subprocess.Popen[str]) -> bool:
+    return "libtorch" in Path(f"/proc/{child.pid}/maps").read_text()
+
+
+def starts_its_fork_server(child: subprocess.Popen[str]) -> bool:
+    return any("forkserver" in " ".join(each.cmdline()) for each in psutil.Process(child.pid).children())
+
+
+@pytest.mark.parametrize("moment", [imports, starts_its_fork_server])
+def test_ctrl_c_in_the_first_seconds_ends_in_one_line_and_leaves_nothing(
+    tmp_path: Path, command: Callable[..., subprocess.Popen[str]], moment: Callable[[subprocess.Popen[str]], bool]
+):
+    child = command()
+    wait_for(moment.__name__, lambda: moment(child))
+    family = psutil.Process(child.pid).children(recursive=True)
+    os.killpg(child.pid, signal.SIGINT)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in out
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    if (tmp_path / "run").exists():
+        assert summary(tmp_path / "run")["status"] == "interrupted"
 
 
 @pytest.mark.exhaustive
@@ -206,10 +235,12 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_the_last_checkpoint(
     read_checkpoint(checkpoints.latest())
 
 
-def test_nobody_outlives_a_killed_trainer(tmp_path: Path, command: Callable[..., subprocess.Popen[str]]):
+def test_nobody_outlives_a_killed_trainer_and_its_run_goes_on_from_a_checkpoint(
+    tmp_path: Path, command: Callable[..., subprocess.Popen[str]]
+):
     """proc-4"""
-    path, child = tmp_path / "run", command()
-    wait_for("learning", lambda: learning(path))
+    path, child = tmp_path / "run", command("checkpoint.interval_frames=30")
+    wait_for("learning, and a checkpoint", lambda: learning(path) and bool(Checkpoints(path / "checkpoints").all()))
     family = psutil.Process(child.pid).children(recursive=True)
     assert len(family) >= 3  # two workers and the evaluator, beside multiprocessing's own helpers
     child.kill()
@@ -217,3 +248,7 @@ def test_nobody_outlives_a_killed_trainer(tmp_path: Path, command: Callable[...,
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     reap()
+    saved = read_checkpoint(Checkpoints(path / "checkpoints").latest())["frames"]
+    assert resume(path, f"total_frames={saved + 100}", "checkpoint.interval_frames=0").status == "completed"
+    told = summary(path)
+    assert told["collected_frames"] == told["written_frames"] == saved + 100

@@ -50,4 +50,7 @@ def end() -> None:
 if os.environ.get(_STARTED_BY) == str(os.getppid()) and "multiprocessing.forkserver" in sys.modules:
     del os.environ[_STARTED_BY]
     os.setpgid(0, 0)
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in _FROM_TERMINALS]  # forgets those that came
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_TERMINALS)
+    for number, handler in zip(_FROM_TERMINALS, handlers, strict=True):
+        signal.signal(number, handler)

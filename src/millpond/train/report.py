@@ -82,7 +82,7 @@ def render(
 
 def _header(title: str, summary: Mapping[str, Any]) -> str:
     status = str(summary.get("status", "?"))
-    kind = "good" if status in ("completed", "stopped") else "bad"
+    kind = "good" if status in ("completed", "stopped", "interrupted") else "bad"
     figures = (
         ("Return before", _number(summary.get("eval_return_first"))),
         ("Return after", _number(summary.get("eval_return_last"))),

@@ -129,7 +129,7 @@ class Rules:
                 continue
             if consuming and sampler.short == "pad":
                 raise InvalidArgument(f"{sampler!r} repeats items as padding, and items that are consumed come once")
-            refused = sampler.too_long(sampler.slice_len, self.capacity)
+            refused: Exception | None = sampler.too_long(sampler.slice_len, self.capacity)
             if refused is None and self.batch_size is not None:
                 refused = sampler.refusal(self.batch_size, self.capacity)
             if refused is not None:

@@ -120,7 +120,7 @@ class SliceSampler:
             if len(starts) < needed:
                 return f"{len(starts)} slices of {length} steps lie within an episode, {needed} are needed"
             if not items.distinct and self.short == "skip" and isinstance(self.base, RandomSampler):
-                young = np.argmax(numbers)[None]  # it stays longest
+                young = np.array([np.argmax(numbers)])  # it stays longest
                 slots, members, _ = index.follow(starts[young], numbers[young], length, items.alive)
                 self._known, self._known_length = (slots[0], members[0]), length
         return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from runs import SMALL, Silent, evaluations, reports, resume, rows, run, same, summary, weights
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from millpond.core.errors import CheckpointError, InvalidArgument
 from millpond.replay import ReplayBuffer
@@ -127,6 +128,17 @@ def test_before_and_after_are_evaluated_on_the_first_and_on_the_final_weights(tm
     told = summary(tmp_path / "run")
     means = [row["eval/return_mean"] for row in rows(tmp_path / "run") if row["eval/frames"]]
     assert [float(means[0]), float(means[-1])] == [told["eval_return_first"], told["eval_return_last"]]
+
+
+def test_each_evaluation_is_told_at_its_own_frame_however_rarely_rows_come(tmp_path: Path):
+    words = ["eval.interval_frames=20", "logger.interval_frames=100", "logger.tensorboard=true"]
+    assert run(tmp_path / "run", *SYNC, *words).status == "completed"
+    frames = [0, 20, 40, 60, 80, 100, 120]
+    assert [frame for frame, _ in evaluations(tmp_path / "run")] == frames
+    assert [int(row["frames"]) for row in reports(tmp_path / "run")] == [100, 120]
+    told = EventAccumulator(str(tmp_path / "run"))
+    told.Reload()
+    assert [event.step for event in told.Scalars("eval/return_mean")] == frames
 
 
 def test_a_checkpoints_replay_holds_every_frame(tmp_path: Path):

@@ -63,7 +63,9 @@ def test_an_environment_that_has_diverged_ends_the_run_and_not_what_it_learned(t
 
 
 @pytest.mark.parametrize("fault", ["nan_reward", "nan_observation"])
-def test_an_evaluation_with_numbers_that_are_not_finite_costs_the_run_nothing(tmp_path: Path, fault: str):
+def test_an_evaluation_with_numbers_that_are_not_finite_costs_the_run_nothing(
+    tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+):
     path, where = tmp_path / "run", "env.kwargs.where=millpond-evaluator"
     words = [f"env.kwargs.fault={fault}", f"env.kwargs.while_there={tmp_path}", where, "env.kwargs.at=5"]
     outcome = run(path, *SYNC, *words, "eval.interval_frames=60")
@@ -78,6 +80,11 @@ def test_an_evaluation_with_numbers_that_are_not_finite_costs_the_run_nothing(tm
     assert all(row["eval/return_mean"] == "" for row in rows(path))
     assert "nan" not in (path / "metrics.csv").read_text()
     assert "NaN" not in (path / "report.html").read_text()
+    (path / "config.yaml").write_text(
+        (path / "config.yaml").read_text().replace("where: millpond-evaluator", "where: ''")
+    )
+    assert main(["eval", str(path), "--episodes", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 episodes had numbers that are not finite")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_names_the_batch_and_keeps_the_last_good_weights(tmp_path: Path):

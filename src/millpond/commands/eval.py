@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +43,11 @@ def main(words: Sequence[str]) -> int:
     )
     for number, (total, length) in enumerate(zip(played.returns, played.lengths, strict=True)):
         print(f"episode {number:3d}   return {total:10.2f}   steps {length:5d}")
-    spread = statistics.pstdev(played.returns)
-    print(f"mean return {statistics.fmean(played.returns):.2f} ± {spread:.2f} over {len(played.returns)} episodes")
+    whole = [total for total in played.returns if math.isfinite(total)]
+    if len(whole) < len(played.returns):
+        print(f"{len(played.returns) - len(whole)} episodes had numbers that are not finite, and count in no mean")
+    if whole:
+        print(f"mean return {statistics.fmean(whole):.2f} ± {statistics.pstdev(whole):.2f} over {len(whole)} episodes")
     if asked.video is not None:
         film(policy, settings.env, asked.video, steps=settings.eval.video_steps, seed=asked.seed)
         print(f"video {asked.video}")

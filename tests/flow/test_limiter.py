@@ -565,7 +565,6 @@ def test_a_prefill_is_not_taken_for_the_size_of_all_inserts() -> None:
     flow = Flow(min_size=1000, samples_per_insert=1, max_debt=100)
     assert unsatisfiable(flow, 10_000, False, 32, 1000) is None
     assert unsatisfiable(flow, 10_000, False, 32, 1000, counts=counts(capacity=10_000)) is None
-    assert unsatisfiable(flow, 10_000, False, 32, 1000, counts=counts(capacity=10_000, live=1000)) is None
     assert unsatisfiable(flow, 10_000, False, 32, 1000, counts=counts(capacity=10_000, live=1001)) is not None
     assert unsatisfiable(flow, 10_000, False, 32, 4, counts=counts(capacity=10_000, live=1001)) is None
     assert unsatisfiable(flow, 10_000, False, 32, 1001) is not None

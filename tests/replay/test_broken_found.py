@@ -218,7 +218,7 @@ def test_whoever_waits_in_a_process_that_leaves_is_freed(what: str) -> None:
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        until(lambda: rb.stats()["waiting_consumers"] + rb.stats()["waiting_producers"] == 1)
+        until(lambda: len(rb._works.engine.control.waiting()) == 1)
         here.close()
         thread.join(10)
         assert isinstance(result[0], BufferClosed)

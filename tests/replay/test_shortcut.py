@@ -17,7 +17,7 @@ from millpond import BlockingReplayBuffer, Flow, ReplayBuffer
 from millpond.core.schema import Schema
 from millpond.replay import ConsumingSampler, PrioritizedSampler, SamplerWithoutReplacement
 from millpond.replay.shortcut import LaterShortcut
-from millpond.replay.state import LAST_INSERT, LAST_SAMPLE, NAMES
+from millpond.replay.state import NAMES
 
 CAPACITY, LENGTH = 13, 80
 SCHEMA = Schema({"x": (torch.int64, ()), "y": (torch.float32, (3,)), "z": (torch.bool, ())})
@@ -263,18 +263,15 @@ def agree(one: Any, other: Any) -> None:
 
 def usual(rb: ReplayBuffer, name: str, n: int, before: list[int], answer: Any) -> bool:
     """Must the shortcut have done this? Where it could not, or did nothing, nobody knows here."""
-    flow = rb.flow
     if rb._works.engine.unlimited or isinstance(answer, Exception):
         return False
     if name in ("extend", "add"):
         size = n if name == "extend" else 1
         dropped = len(answer) == 0 if name == "extend" else answer == -1
-        known = flow.samples_per_insert is None or before[LAST_INSERT] == size
         huge = rb._works.engine.control.peek()[NAMES.index("receipt_number")] >= 2**63
-        return rb._works.engine.priorities is None and not dropped and known and not huge and size <= rb.capacity
+        return rb._works.engine.priorities is None and not dropped and not huge and size <= rb.capacity
     if name == "sample":
-        known = flow.samples_per_insert is None or before[LAST_SAMPLE] == n
-        return known and not isinstance(rb.sampler, SamplerWithoutReplacement)
+        return not isinstance(rb.sampler, SamplerWithoutReplacement)
     return False
 
 

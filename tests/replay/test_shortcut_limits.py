@@ -415,7 +415,6 @@ def test_inside_unlimited_nothing_counts_for_the_ratio(way: Any) -> None:
             assert rb.sample(200).shape == (200,)
             rb.extend(rows(10, 2))
         assert not short.done
-        rb.sample(2)  # a size that is new is judged the ordinary way
         rb.sample(2)
         assert short.done == {"sample": 1}
 
@@ -504,24 +503,30 @@ def test_the_first_sample_of_many_rows_begins_to_load(monkeypatch: pytest.Monkey
 
 # ---------------------------------------------------------------------- how it judges
 def test_sizes_that_can_never_go_on_are_refused(way: Any) -> None:
-    """The ordinary way judges each size that is new."""
+    """The ordinary way judges whatever is blocked; what may proceed does."""
     with made(flow=Flow(samples_per_insert=1.0, max_debt=12.0)) as rb:
         rb.sample(4)
-        install(rb, way)
-        with pytest.raises(Unsatisfiable):
-            rb.sample(6)
-        rb.extend(rows(10, 1))
-        with pytest.raises(Unsatisfiable):
-            rb.extend(rows(11, 11))
-        assert rb.write_count == 11
+        short = install(rb, way)
+        rb.sample(6)
+        rb.extend(rows(10, 3))
+        assert short.done == {"sample": 1, "put": 1}
+        with pytest.raises(Unsatisfiable, match=r"inserts of 3 and samples of 11.*at least 13"):
+            rb.sample(11)
+        with pytest.raises(Unsatisfiable, match="insert of 13 items alone"):
+            rb.extend(rows(13, 13))
+        assert (rb.write_count, rb.stats()["samples_returned"]) == (13, 10)
+
+
+def test_what_is_done_inside_unlimited_says_nothing_of_the_sizes_in_use(way: Any) -> None:
     with made(flow=Flow(samples_per_insert=0.5, admission="raise"), n=2) as rb:
         with rb.unlimited():
             rb.sample(12)
+            rb.extend(rows(2, 5))
         short = install(rb, way)
-        with pytest.raises(Unsatisfiable):
-            rb.extend(rows(2, 3))
-        rb.extend(rows(2, 2))
+        rb.extend(rows(7, 3))
         assert short.done == {"put": 1}
+        state = rb._works.engine.control.peek()
+        assert (state[words.LAST_INSERT], state[words.LAST_SAMPLE]) == (3, 0)
 
 
 def test_it_counts_as_the_limiter_does() -> None:
@@ -542,13 +547,12 @@ def test_it_counts_as_the_limiter_does() -> None:
         scale, n = draw.choice([1, 1, 10**9]), draw.randint(1, 12)
         for word in (words.WRITES, words.RETURNED, words.RESERVED, words.EXEMPT_WRITES, words.EXEMPT_SAMPLES):
             record[word] = draw.randint(0, 40 if word in (words.WRITES, words.RETURNED) else 9) * scale
-        record[words.LAST_INSERT], record[words.LAST_SAMPLE] = draw.choice([n, n, n + 1]), draw.choice([n, n, n + 1])
         drawn = record[words.RETURNED] + record[words.RESERVED] - record[words.EXEMPT_SAMPLES]
         counts = Counts(
             CAPACITY, 1, *map(int, (record[words.WRITES], record[words.EXEMPT_WRITES], drawn)), False, True, False
         )
-        may_sample = sample_block(flow, counts, n, need=1) is None and (not rate or record[words.LAST_SAMPLE] == n)
-        may_insert = insert_block(flow, counts, n) is None and (not debt or record[words.LAST_INSERT] == n)
+        may_sample = sample_block(flow, counts, n, need=1) is None
+        may_insert = insert_block(flow, counts, n) is None
         assert bool(kernel._may_sample(plan, record.ctypes.data, n)) == may_sample
         assert bool(kernel._may_insert(plan, record.ctypes.data, n)) == may_insert
         answers[may_sample, may_insert, debt is None] += 1

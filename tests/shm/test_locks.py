@@ -113,7 +113,7 @@ def test_threads_exclude_each_other(shared: Shared) -> None:
 def test_a_lock_that_stays_taken_raises_in_time_and_is_not_held(shared: Shared, start: Starter) -> None:
     child = start(hold(shared.mutex))
     assert child.heard() == "False"
-    with pytest.raises(DeadlineExceeded, match=f"held by thread {child.pid} for 0.05 s"):
+    with pytest.raises(DeadlineExceeded, match=f"held by thread {child.pid} of process {child.pid} for 0.05"):
         shared.mutex.lock(0.05)
     with pytest.raises(DeadlineExceeded):
         shared.mutex.lock(0)

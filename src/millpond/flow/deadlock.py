@@ -51,8 +51,7 @@ def unsatisfiable(
         consuming: a sample needs ``batch`` distinct items at once: it consumes, or draws without replacement.
         batch, insert: items for each sample and each insert; 0 where that is not known yet.
         counts: the state to start from. Without it the buffer counts as empty, and an insert of at most ``min_size``
-            may be a prefill that nobody repeats: what depends on its size is not judged. With it, the size of inserts
-            is judged once more than ``min_size`` items were written.
+            may be a prefill that nobody repeats: what depends on its size is not judged.
         deliveries: after so many samples an item leaves the buffer; None where it does not, or where that is unknown.
 
     A buffer that neither consumes nor evicts stops for good once it is full. That is not refused here.
@@ -66,10 +65,13 @@ def unsatisfiable(
         return f"high_watermark={flow.high_watermark} is above the capacity of {capacity}"
     if counts is None:
         counts = Counts(capacity, 0, 0, 0, 0, False, evicts, deliveries is not None)
-        known = insert > flow.min_size
-    else:
-        known = flow.min_size == 0 or counts.write_count - counts.exempt_writes > flow.min_size
-    case = _Case(flow, capacity, consuming, batch, insert if known else 0, counts)
+        insert = insert if insert > flow.min_size else 0
+    elif counts.write_count < flow.min_size:  # nothing is sampled until min_size is reached, and then it may change
+        filling = _Case(flow, capacity, consuming, batch, insert, counts).never_filled()
+        if filling is not None:
+            return filling
+        insert = 0
+    case = _Case(flow, capacity, consuming, batch, insert, counts)
     both = bool(batch and case.insert)
     reasons = [case.rates(deliveries), case.debt() if both else None, case.never_starts()]
     if both and (deliveries is not None or counts.consuming):
@@ -122,6 +124,16 @@ class _Case:
             )
         return None
 
+    def never_filled(self) -> str | None:
+        """With inserts of this size alone: is ``min_size`` ever reached?"""
+        room = self._room_by_space()
+        if not self.insert or room is None or self.counts.write_count + room >= self.flow.min_size:
+            return None
+        return (
+            f"producers stop at {self.counts.live + room} items ({self._mark()}) with inserts of {self.insert}, before "
+            f"min_size={self.flow.min_size} are written: no sample could ever proceed"
+        )
+
     def never_starts(self) -> str | None:
         """Inserts alone, as many as may be: may a sample proceed then? Each insert only helps it."""
         flow, counts = self.flow, self.counts
@@ -169,11 +181,13 @@ class _Case:
         )
 
     def fill(self, deliveries: int | None) -> str | None:
-        """The second theorem. Where an item takes several samples to leave, it is applied to what is left over.
+        """The second theorem. With ``samples_per_insert=1`` the fill is the debt plus a constant, ``base``.
 
-        With ``samples_per_insert`` equal to the samples that an item takes, the fill is the debt plus a constant,
-        ``base``.
+        Where an item takes several samples to leave, the sampler decides which leave when: then only rest itself is
+        refused, by `never_starts`.
         """
+        if deliveries not in (None, 1):
+            return None
         flow, base, limit = self.flow, 0, self.capacity
         prefill = 0 if self.beyond >= 0 else -self.beyond + self.beyond % self.insert
         start = self.counts.live + prefill
@@ -182,7 +196,7 @@ class _Case:
             if reason is not None:
                 return reason
         elif flow.rate_above:
-            if flow.rate_above < flow.rate_below or deliveries not in (None, 1):
+            if flow.rate_above < flow.rate_below:
                 return None
             base = start - self._debt_at_start()
             limit = self.capacity if flow.debt_limit is None else base + flow.debt_limit

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument, NotReady
 from millpond.core.roles import CancelEvent, Replay
+from millpond.shm.interrupts import uninterrupted
 
 _SLICE_S = 0.1  # a foreign cancel event cannot notify, so it is looked at this often
 
@@ -48,6 +49,7 @@ class SampleStream:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @uninterrupted
     def sample(
         self,
         batch_size: int | None = None,

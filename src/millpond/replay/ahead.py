@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from millpond.core.errors import BufferClosed, Cancelled, NotReady
+from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, NotReady
 from millpond.replay.engine import Engine
 from millpond.replay.state import CALLS, EMPTIED, EXEMPT_SAMPLES, PREFETCHED, RESERVED, RETURNED
 from millpond.replay.taken import Taken, Tray
 from millpond.replay.taking import Taker
+from millpond.replay.waiting import Patience
 
 Given = list[tuple[list[Taken], int]]  # batches that were counted as delivered, and as how many calls
 
@@ -92,12 +93,13 @@ class Ahead:
         if self.idle and not self.limit:
             return self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare, asked=asked)
         given: Given = []
+        patience = None if timeout is None and cancel is None else self._taker.waiting(n, timeout, cancel)
         try:
-            self._serve(n, wait, timeout, cancel, given)
+            self._serve(n, wait, timeout, cancel, given, patience)
             if not given:
                 taken = self._taker.take(n, wait=wait, timeout=timeout, cancel=cancel, prepare=prepare)
                 given.append(([taken], 1))
-            self._fill(n)
+            self._fill(n, patience)
             return joined(given)
         except BaseException:
             self.take_back(given)
@@ -137,7 +139,9 @@ class Ahead:
                     had = _items(parts)
         return n - had
 
-    def _serve(self, n: int, wait: bool, timeout: float | None, cancel: Any, given: Given) -> None:
+    def _serve(
+        self, n: int, wait: bool, timeout: float | None, cancel: Any, given: Given, patience: Patience | None
+    ) -> None:
         """Hand out what could serve, if anything."""
         if cancel is not None and cancel.is_set():
             raise Cancelled(f"sample({n}): the cancel event is set")
@@ -159,7 +163,7 @@ class Ahead:
                 while others < len(ready) and ready[others].asked != n:
                     others += 1
                 parts, left, rest = list(ready[others : others + 1]), ready[: others + 1], ()
-            if self._exchange(left, rest, parts=parts, calls=1, given=given) and parts:
+            if self._exchange(left, rest, parts=parts, calls=1, given=given, patience=patience) and parts:
                 return
 
     def _cut(self, ready: tuple[Taken, ...], n: int) -> tuple[list[Taken], Sequence[Taken], Sequence[Taken]]:
@@ -201,8 +205,9 @@ class Ahead:
             raise
 
     # ------------------------------------------------------------------ drawing
-    def _fill(self, n: int) -> None:
-        """Draw batches of n until there are enough, until the epoch ends, or until the buffer is not ready for more."""
+    def _fill(self, n: int, patience: Patience | None = None) -> None:
+        """Draw batches of n until there are enough, until the epoch ends, or until the buffer is not ready for more, or
+        whoever holds its lock is slow."""
         if len(self._ready) >= self.limit:
             return
         with self._filling:
@@ -211,10 +216,10 @@ class Ahead:
                     self._settle()
                 while len(self._ready) < self.limit and not (self._over and self._over(n)):
                     self._drawing = n
-                    self._drawn = self._taker.take(n, wait=False, ahead=True)
+                    self._drawn = self._taker.take(n, wait=False, ahead=True, patience=patience)
                     self._keep_drawn()
                     self._drawing = 0
-            except (NotReady, BufferClosed):
+            except (NotReady, BufferClosed, DeadlineExceeded, Cancelled):
                 self._drawing = 0
             except BaseException:
                 self._settle()
@@ -298,6 +303,7 @@ class Ahead:
         parts: list[Taken] | None = None,
         calls: int = 0,
         given: Given | None = None,
+        patience: Patience | None = None,
     ) -> bool:
         """Keep ``entering`` in the place of ``leaving``, and tell so; ``parts`` are delivered by that, to ``given``.
 
@@ -313,7 +319,7 @@ class Ahead:
             if len(ready) + len(aside) != len(self._ready) + len(self._aside) - len(leaving) + len(entering):
                 return False
             try:
-                state = engine.load()
+                state = engine.load(patience)
                 engine.refuse_closed(state, "sample", _items(parts or leaving))
                 if parts and parts[0].emptied != state[EMPTIED]:
                     return False

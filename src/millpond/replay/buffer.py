@@ -33,6 +33,8 @@ from millpond.replay.summary import stats
 from millpond.replay.taken import Taken
 from millpond.replay.waiting import check_cancel, check_timeout
 from millpond.replay.works import Works
+from millpond.shm.holding import describe
+from millpond.shm.interrupts import uninterrupted
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class ReplayBuffer:
                 raise
 
     # ------------------------------------------------------------------ writing
+    @uninterrupted
     def extend(
         self,
         items: Batch,
@@ -164,35 +167,37 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        works = self._works
+        works, first = self._works, None
         schema = works.schema or works.known()
         if schema is None:
-            leaves = rulebook.without_draw(items, None, dims=1)
-            schema = works.bind(Schema.from_example(leaves), rulebook.rows_in(leaves))
+            schema = first = Schema.from_example(rulebook.without_draw(items, None, dims=1))
         try:
             tensors = schema.check(items)
         except SchemaMismatch as problem:
             tensors = schema.check(rulebook.undrawn(items, schema, problem, dims=1))
         staging = works.desk.take(schema, tensors[0].shape[0])
         staging.fill(tensors)
-        slots = works.put(staging.rows, priority, timeout, cancel_event, receipt)
+        slots = works.put(staging.rows, priority, timeout, cancel_event, receipt, first=first)
         works.desk.give(staging)
         return _NO_SLOTS if slots is None else torch.from_numpy(slots)
 
+    @uninterrupted
     def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
         """Write one item, without a leading dimension. Returns its slot, -1 where it was dropped. As `extend` else."""
-        works = self._works
+        works, first = self._works, None
         schema = works.schema
         if schema is None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-            schema = works.known() or works.bind(Schema.from_item(rulebook.without_draw(item, None, dims=0)), 1)
+            schema = works.known()
+            if schema is None:
+                schema = first = Schema.from_item(rulebook.without_draw(item, None, dims=0))
         staging = works.desk.take(schema, 1)
         try:
             schema.fill_item(staging, item)
         except SchemaMismatch as problem:
             schema.fill_item(staging, rulebook.undrawn(item, schema, problem, dims=0))
-        slots = works.put(staging.rows, priority, timeout, cancel_event, None)
+        slots = works.put(staging.rows, priority, timeout, cancel_event, None, first=first)
         works.desk.give(staging)
         return -1 if slots is None else int(slots[0])
 
@@ -204,6 +209,7 @@ class ReplayBuffer:
         return self._works.engine.receipt(line)
 
     # ------------------------------------------------------------------ sampling
+    @uninterrupted
     def sample(
         self,
         batch_size: int | None = None,
@@ -285,6 +291,7 @@ class ReplayBuffer:
         rows, shape = self._works.editor.pick(which)
         return rulebook.picked(self._works.known_schema(), rows, shape)
 
+    @uninterrupted
     def __iter__(self) -> Iterator[Any]:
         """Batches, waiting for each; ends with the sampler's epoch, if it has any, or when the buffer is closed."""
         with contextlib.suppress(BufferClosed):
@@ -314,7 +321,6 @@ class ReplayBuffer:
     ) -> bool:
         """Wait until ``sample(num_items)`` may proceed; somebody else may still be faster. False on timeout."""
         n = self._batch_size(num_items)
-        self._works.engine.refuse_impossible(batch=n)
         return self._works.engine.wait_until("sample", n, timeout, cancel_event)
 
     def wait_until_writable(
@@ -322,7 +328,6 @@ class ReplayBuffer:
     ) -> bool:
         """Wait until ``extend`` of so many items may proceed; somebody else may still be faster. False on timeout."""
         n = rulebook.check_batch_size(num_items, "num_items")
-        self._works.engine.refuse_impossible(insert=n)
         return self._works.engine.wait_until("extend", n, timeout, cancel_event)
 
     @contextlib.contextmanager
@@ -336,6 +341,7 @@ class ReplayBuffer:
                 self._works.engine.unlimited -= 1
 
     # ------------------------------------------------------------------ changing what is there
+    @uninterrupted
     def update_priority(self, index_or_sample: Any, priority: Any) -> int:
         """Give sampled items new priorities. Returns how many were applied.
 
@@ -350,6 +356,7 @@ class ReplayBuffer:
             self._works.watched.look("update_priority")
         return self._works.editor.update_priority(index_or_sample, priority)
 
+    @uninterrupted
     def update(self, index_or_sample: Any, patch: Batch) -> int:
         """Write some fields of sampled items back. Returns how many were; slots rewritten since are left out.
 
@@ -363,6 +370,7 @@ class ReplayBuffer:
             self._works.watched.look("update")
         return self._works.editor.update(index_or_sample, patch)
 
+    @uninterrupted
     def empty(self) -> None:
         """Drop all items, for everybody who shares the buffer. ``write_count`` and the other counters stay."""
         self._works.ahead.refund()
@@ -384,7 +392,12 @@ class ReplayBuffer:
         engine = self._works.engine
         state = engine.control.peek()
         block = engine.sample_block(state, count) if op == "sample" else engine.insert_block(state, count)
-        return f"{op}({count}) can proceed" if block is None else engine.explain_block(op, count, block)
+        if block is not None:
+            return engine.explain_block(op, count, block)
+        holder = engine.stopped_holder()
+        if holder:
+            return f"{op}({count}) cannot proceed: the lock is held by {describe(holder)}; SIGCONT lets it go on"
+        return f"{op}({count}) can proceed"
 
     @property
     def capacity(self) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import torch
 
 from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
 from millpond.core.schema import Schema
-from millpond.flow.limiter import Block, Counts, Flow, insert_block, sample_block, unsatisfiable
+from millpond.flow.limiter import Block, Counts, Flow, insert_block, pressure, sample_block, unsatisfiable
 from millpond.replay.annealing import Values
 from millpond.replay.drawing import Generator, Sampler, State
 from millpond.replay.memory import Memory
@@ -29,33 +30,40 @@ from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
     BOUND,
     CLOSED,
-    CONSUMER,
+    CONSUMERS,
     EMPTIED,
     EXEMPT_SAMPLES,
     EXEMPT_WRITES,
     HEAD,
     ITEMS,
+    LAST_INSERT,
+    LAST_SAMPLE,
     LIVE,
     PREFETCHED,
+    PRESSING,
     PRESSURE,
-    PRODUCER,
+    PRODUCERS,
     RECEIPT_LINE,
     RECEIPT_NUMBER,
     REDO,
     RESERVED,
     RETURNED,
     REWRITES,
+    SAMPLEABLE,
     SPACE,
     STORED,
     TAIL,
+    WRITABLE,
     WRITES,
 )
 from millpond.replay.storage import Storage
 from millpond.replay.view import View
-from millpond.replay.waiting import Wait
+from millpond.replay.waiting import Patience, Wait, bury_dead
 from millpond.shm.control import ORDERED, Intent
+from millpond.shm.holding import describe, stopped
 from millpond.shm.locks import Event
 
+FORGET_EVERY = 0.5  # seconds between two looks for the dead, by those of a process that are blocked
 Kind = TypeVar("Kind")
 MakeMemory = Callable[[dict[str, int], Callable[[State, "Intent | None", bool], None]], Memory]
 
@@ -102,7 +110,6 @@ class Engine:
         self._tickets: dict[Event, int] = {}
         self.items_event, self.space_event = self.control.events[ITEMS], self.control.events[SPACE]
         self.marked = flow.high_watermark is not None or flow.low_watermark is not None
-        self._sizes_checked = (0, 0)
         self.trusted = all(type(layer) in KNOWN.values() for layer in layers(sampler))
         self.always_ready = type(sampler) in (RandomSampler, SamplerWithoutReplacement, ConsumingSampler)
 
@@ -113,16 +120,34 @@ class Engine:
             self.priorities.change_locked = self.reweigh
 
     # ------------------------------------------------------------------ the state
-    def load(self) -> State:
+    def load(self, wait: Patience | None = None) -> State:
         """Take the lock and read the state, finishing what a dead predecessor had begun. ``try: … finally:
-        unlock()``."""
+        unlock()``. The ``wait`` of the call says how long; without it, until the buffer is left or its owner dies."""
         control = self.control
-        state = control.load(control.mutex.lock())
+        state = control.load(control.mutex.lock(None, self._held_up if wait is None else wait.held_up))
         if state[REDO]:
             self._redo(state)
         if state[RECEIPT_LINE]:
             self._receipts[state[RECEIPT_LINE] - 1] = state[RECEIPT_NUMBER]
         return state
+
+    def _held_up(self, holder: int, seconds: float) -> None:
+        self.memory.held_up("the lock", holder, seconds)
+
+    def overdue(self) -> bool:
+        """Is it time to look for the dead?"""
+        return self.memory.shared and time.monotonic() - self.memory.forgot >= FORGET_EVERY
+
+    def forget_dead(self, wait: Patience | None) -> bool:
+        """For a call that is blocked. Now and then: give back what dead processes had reserved, and end the pressure
+        that they began. False: not now."""
+        if not self.overdue():
+            return False
+        self.memory.forgot = time.monotonic()
+        holding = self.control.participants.holding(PRESSING)
+        if holding:
+            bury_dead(self.control, among=holding, held_up=self._held_up if wait is None else wait.held_up)
+        return True
 
     def commit(self, state: State, *events: Any) -> None:
         """Commit, wake, and apply the redo log that the change left."""
@@ -156,6 +181,8 @@ class Engine:
         self.order = self.order_of(schema)
         self._longest = self.capacity if self.order is None else self.order.longest
         self.shortcut = shortcut_for(self)
+        if self.bound():
+            return
         try:
             state = self.load()
             if not state[BOUND]:
@@ -179,6 +206,11 @@ class Engine:
                 f"{refused}: with num_envs={self.num_envs}, at most {order.longest} of {self.capacity} are of one"
             )
         return order
+
+    def stopped_holder(self) -> int:
+        """The thread that holds the lock and was stopped: whatever may proceed, it must wait for that. 0: none."""
+        holder = self.control.mutex.holder
+        return holder if holder and not self.control.mutex.held() and stopped(holder) else 0
 
     def bound(self) -> bool:
         """Did anybody bind the schema?"""
@@ -218,10 +250,25 @@ class Engine:
             write_count=state[WRITES],
             exempt_writes=state[EXEMPT_WRITES],
             samples=state[RETURNED] + state[RESERVED] - state[EXEMPT_SAMPLES],
-            under_pressure=bool(state[PRESSURE]),
+            under_pressure=bool(state[PRESSURE]) and self.pressed(state),
             evictable=self.flow.admission == "overwrite",
             consuming=self.deliveries is not None,
         )
+
+    def pressed(self, state: State) -> bool:
+        """Do producers wait until the fill is down at the low watermark?
+
+        Where that began with an insert that had to wait, it ends where that gives up or dies.
+        """
+        return state[PRESSURE] == 1 or (state[PRESSURE] == 2 and bool(self.control.waiting(PRESSING)))
+
+    def press(self, state: State) -> None:
+        """Under the lock, after a change, where there are watermarks: is there pressure still, or now?"""
+        counts = self.counts(state)
+        if not pressure(self.flow, counts, 0):
+            state[PRESSURE] = 0
+        elif not counts.under_pressure or pressure(self.flow, counts._replace(under_pressure=False), 0):
+            state[PRESSURE] = 1  # the fill itself is above the high watermark
 
     def insert_block(self, state: State, n: int) -> Block | None:
         """Why n items cannot be written now."""
@@ -254,24 +301,73 @@ class Engine:
         reason = self.sampler.ready(self.view(state, locked=locked), n)
         return None if reason is None else Block(reason, "inserts")
 
-    def refuse_impossible(self, *, batch: int = 0, insert: int = 0) -> None:
-        """Raises ``Unsatisfiable`` where sizes that are known now can never be met, alone or together.
-
-        Sizes of inserts are judged against ``max_debt`` only: where space is what is missing, a smaller insert may
-        still come.
-        """
-        if self._slices is not None and batch:
-            refused = self._slices.refusal(batch, self._longest)
+    def refuse_impossible(self, op: str, n: int, state: State, block: Block) -> None:
+        """For a call that is blocked, also one that does not wait. Raises ``Unsatisfiable`` where nothing that others
+        do could ever let it proceed, or where ``max_debt`` leaves the sizes in use no choice but to come to rest."""
+        if self._slices is not None and op == "sample":
+            refused = self._slices.refusal(n, self._longest)
             if refused is not None:
                 raise refused
-        if self.unlimited or (batch, insert) == self._sizes_checked:
+        if block.waits_for == "nobody":
+            raise Unsatisfiable(f"{op}({n}): {block.reason}")
+        if not self.unlimited:
+            if op == "sample":
+                batch, insert = n, self._latest_insert(state, n) if self.flow.max_debt is not None else 0
+            elif self.flow.max_debt is not None:
+                batch, insert = state[LAST_SAMPLE], n
+            else:
+                return
+            reason = unsatisfiable(self.flow, self.capacity, self._exact, batch, insert, counts=self.counts(state))
+            if reason is not None:
+                raise Unsatisfiable(f"{op}({n}): {reason}")
+
+    def refuse_endless(self, op: str, n: int, state: State) -> None:
+        """Before a wait. Raises ``Unsatisfiable`` where these sizes must come to rest together with those that the
+        other side uses: that of its latest call, and those of its calls that wait.
+
+        Other sizes on this call's own side may change that, so then it waits.
+        """
+        if self.unlimited:
             return
-        exact = self._exact
-        known = insert if self.flow.max_debt is not None or insert > self.capacity else 0
-        reason = unsatisfiable(self.flow, self.capacity, exact, batch, known)
+        sampling = op == "sample"
+        latest = (state[LAST_SAMPLE], self._latest_insert(state, n if sampling else 0))
+        mine, theirs = latest if sampling else latest[::-1]
+        reason = self._comes_to_rest(n, theirs, state, sampling) if theirs else None
+        if theirs and reason is None:
+            return
+        waiting = self.control.waiting()
+        sizes: list[set[int]] = [set(), set()]  # of samples and of inserts
+        for waiter in waiting:
+            sizes[waiter.role in PRODUCERS].add(waiter.need)
+        ours, others = sizes if sampling else sizes[::-1]
+        for own in sorted({n, mine or n, *ours}, key=lambda size: size != n):
+            for other in sorted({theirs or n, *others} if theirs else others):
+                found = self._comes_to_rest(own, other, state, sampling)
+                if found is None:
+                    return
+                reason = reason or found
         if reason is not None:
-            raise Unsatisfiable(reason)
-        self._sizes_checked = (batch, insert)
+            raise Unsatisfiable(f"{op}({n}): {reason}")
+
+    def _latest_insert(self, state: State, batch: int) -> int:
+        """The size of inserts in use. 0 where it is not known: what filled up to ``min_size``, or the very first
+        write where it holds a batch, may be a prefill that nobody repeats."""
+        latest, written = state[LAST_INSERT], state[WRITES] - state[EXEMPT_WRITES]
+        if written == self.flow.min_size or (batch and written == latest >= batch):
+            return 0
+        return latest
+
+    def _comes_to_rest(self, own: int, other: int, state: State, sampling: bool) -> str | None:
+        batch, insert = (own, other) if sampling else (other, own)
+        return unsatisfiable(
+            self.flow,
+            self.capacity,
+            self._exact,
+            batch,
+            insert,
+            counts=self.counts(state),
+            deliveries=self.deliveries,
+        )
 
     # ------------------------------------------------------------------ waiting
     def count_block(self, state: State, wait: Wait, word: int, event: Event) -> int:
@@ -300,20 +396,25 @@ class Engine:
 
     def wait_until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
         """Advisory: sleep until ``sample(n)`` or ``extend(n)`` may proceed. False on timeout."""
-        role, event = (CONSUMER, self.items_event) if op == "sample" else (PRODUCER, self.space_event)
+        role, event = (SAMPLEABLE, self.items_event) if op == "sample" else (WRITABLE, self.space_event)
         with Wait(self.memory, f"wait for {op}({n})", role, n, timeout, cancel) as wait:
             while True:
                 try:
-                    state = self.load()
+                    state = self.load(wait)
                     ticket = self.ticket(wait, event)
+                except DeadlineExceeded:
+                    return False
                 finally:
                     self.control.mutex.unlock()
                 self.refuse_closed(state, op, n)
                 block = self.sample_block(state, n) if op == "sample" else self.insert_block(state, n)
                 if block is None:
                     return True
-                if block.waits_for == "nobody":
-                    raise Unsatisfiable(f"{op}({n}): {block.reason}")
+                if self.forget_dead(wait):
+                    continue
+                self.refuse_impossible(op, n, state, block)
+                if wait.timeout:
+                    self.refuse_endless(op, n, state)
                 try:
                     wait.sleep(event, ticket, lambda why=block: self.explain_block(op, n, why))  # type: ignore[misc]
                 except DeadlineExceeded:
@@ -326,7 +427,8 @@ class Engine:
 
     def explain_block(self, op: str, n: int, block: Block) -> str:
         """One line: what is unmet, with numbers, and who could meet it."""
-        others = self.control.waiting(PRODUCER if op == "sample" else CONSUMER)
+        roles = PRODUCERS if op == "sample" else CONSUMERS
+        others = [waiter for waiter in self.control.waiting() if waiter.role in roles]
         who = {"inserts": "a producer that extends", "samples": "a consumer that samples", "space": "a consumer"}
         words = f"{op}({n}) cannot proceed: {block.reason}"
         if block.waits_for in who:
@@ -335,7 +437,7 @@ class Engine:
             pids = ", ".join(str(pid) for pid in sorted({w.pid for w in others})[:8])
             words += f"; {len(others)} on that side wait too (process {pids})"
         holder = self.control.mutex.holder
-        return words + (f"; the lock is held by thread {holder}" if holder and not self.control.mutex.held() else "")
+        return words + (f"; the lock is held by {describe(holder)}" if holder and not self.control.mutex.held() else "")
 
     # ------------------------------------------------------------------ the rest
     def empty(self) -> None:

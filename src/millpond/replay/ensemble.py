@@ -26,6 +26,7 @@ from millpond.replay.parts import put_together, schema_of, split
 from millpond.replay.prioritized import real_numbers
 from millpond.replay.rules import check_batch_size, generator, picked
 from millpond.replay.waiting import check_cancel, check_timeout
+from millpond.shm.interrupts import uninterrupted
 
 _SUMS = (
     "capacity size storage_size nbytes write_count sample_calls samples_returned prefetched reserved overwritten "
@@ -122,16 +123,19 @@ class ReplayBufferEnsemble:
         self._batch_size = None if n is None else check_batch_size(n)
 
     # ------------------------------------------------------------------ writing
+    @uninterrupted
     def extend(self, items: Batch, *, member: int = 0, **options: Any) -> torch.Tensor:
         """Write to one member; further arguments and errors are those of ``ReplayBuffer.extend``."""
         slots: torch.Tensor = self._member(member).extend(items, **options)
         return slots
 
+    @uninterrupted
     def add(self, item: Batch, *, member: int = 0, **options: Any) -> int:
         """Write one item to one member; further arguments and errors are those of ``ReplayBuffer.add``."""
         return int(self._member(member).add(item, **options))
 
     # ------------------------------------------------------------------ sampling
+    @uninterrupted
     def sample(
         self,
         batch_size: int | None = None,
@@ -197,6 +201,7 @@ class ReplayBufferEnsemble:
         own_shape = not isinstance(index, slice) and index.dtype != np.bool_
         return picked(schema, found, index.shape if own_shape else found.shape[:1])  # type: ignore[union-attr]
 
+    @uninterrupted
     def __iter__(self) -> Iterator[Any]:
         """Batches, waiting for each; ends with the first epoch of a member that ends, or when a member is closed."""
         with contextlib.suppress(BufferClosed):
@@ -242,6 +247,7 @@ class ReplayBufferEnsemble:
             yield self
 
     # ------------------------------------------------------------------ changing what is there
+    @uninterrupted
     def update_priority(self, sample: TensorDict, priority: Any) -> int:
         """As ``ReplayBuffer.update_priority``, for a batch of this ensemble, or its info. Members without priorities
         are left out.
@@ -264,6 +270,7 @@ class ReplayBufferEnsemble:
             judge.weigh(values[mine], len(part))  # refuses what is no priority
         return sum(here[i].update_priority(part, values[mine]) for i, part, mine in parts if prioritized[i])
 
+    @uninterrupted
     def update(self, sample: TensorDict, patch: Batch) -> int:
         """As ``ReplayBuffer.update``, for a batch of this ensemble, or its info."""
         here = self._here()
@@ -280,6 +287,7 @@ class ReplayBufferEnsemble:
             applied += here[i].update(part, fields[()][mine] if schema.plain else own)
         return applied
 
+    @uninterrupted
     def empty(self) -> None:
         """Empty every member."""
         for member in self._members:

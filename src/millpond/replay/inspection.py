@@ -40,7 +40,13 @@ Report = dict[str, Any]
 
 TRIES = 50
 MANY = 64  # a field of more elements than this is shown by its shape, smallest, largest and mean
-_ROLES = {words.PRODUCER: "producer", words.CONSUMER: "consumer"}
+_ROLES = {
+    words.PRODUCER: "producer",
+    words.PRESSING: "producer",
+    words.CONSUMER: "consumer",
+    words.WRITABLE: "waits until writable",
+    words.SAMPLEABLE: "waits until sampleable",
+}
 
 
 def inspect(path: str | os.PathLike[str], *, rows: int = 3) -> Report:

@@ -40,8 +40,6 @@ class Joint:
 
     def take(self, n: int, *, wait: bool, timeout: float | None, cancel: Any) -> list[Taken]:
         """Their parts, in their order, with importance weights of the mix. Raises as ``ReplayBuffer.sample`` does."""
-        for i in self._given:
-            self._members[i].engine.refuse_impossible(batch=self._counts[i])
         missing = {i: self._members[i].ahead.hand_out(self._counts[i], its) for i, its in self._given.items()}
         asked = {i: size for i, size in missing.items() if size}
         began = time.monotonic()
@@ -55,6 +53,7 @@ class Joint:
                     continue
                 i, block = blocked
                 engine = self._members[i].engine
+                engine.refuse_impossible("sample", asked[i], engine.control.peek(), block)
                 text = f"member {i}: {engine.explain_block('sample', asked[i], block)}"
                 if not wait:
                     raise NotReady(text)

@@ -31,13 +31,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millpond.core.errors import InvalidArgument, NotShareable, PeerLost
+from millpond.core.errors import BufferClosed, InvalidArgument, NotShareable, PeerLost
 from millpond.core.schema import Schema
 from millpond.core.sealing import seal, unseal
 from millpond.replay.state import CLOSED, RECEIPT_LINES, WORDS
 from millpond.shm import identity, mapped
 from millpond.shm.control import ControlBlock, Recover
 from millpond.shm.directory import is_temporary
+from millpond.shm.holding import describe, still_held
 from millpond.shm.onlooker import Onlooker
 from millpond.shm.ownership import Owner, hold, let_go, lives, replace_text
 
@@ -64,6 +65,7 @@ class Memory:
         self._looked = 0.0  # when the owner was last seen alive
         self.turnstile: Any = threading.RLock()  # for the threads of this process that were woken, see `Wait.sleep`
         self.buried = 0.0  # when the table of waiters was last cleared because it was full
+        self.forgot = 0.0  # when a call that was blocked last looked for the dead
         self.logged = 0.0  # when a wait last said that it still waits
         self.left = False  # this process has no use for it any more: who waits leaves
         self.fresh = False  # made now, so that its arrays are still to be initialised
@@ -215,6 +217,14 @@ class Memory:
     def mine(self) -> bool:
         """Does this process own the buffer?"""
         return self.path is None or (self.owner is not None and self.owner.pid == os.getpid())
+
+    def held_up(self, what: str, holder: int, seconds: float) -> None:
+        """For whoever waits for the lock: raises ``BufferClosed`` where this process left the buffer, ``PeerLost``
+        where its owner died, and says every 30 s that it still waits."""
+        if self.left:
+            raise BufferClosed(f"{what}: the buffer was closed")
+        self.look(what, lambda: f"; the lock is held by {describe(holder)}")
+        still_held(holder, seconds)
 
     def owner_lost(self) -> str | None:
         """None, or who died. Asks the kernel: not under the lock."""

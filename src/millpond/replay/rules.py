@@ -34,6 +34,7 @@ from millpond.replay.slices import SliceSampler
 from millpond.replay.state import RECEIPT_LINES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.windows import HindsightSampler, NStep
+from millpond.shm.interrupts import interruptible
 from millpond.shm.room import available_memory
 
 MOST_ITEMS = 1 << 62  # what is asked for, and added to, stays within 64 bits
@@ -414,6 +415,7 @@ def picked(schema: Schema, rows: torch.Tensor, shape: Sequence[int]) -> Any:
     return found.unflatten(0, tuple(shape)) if shape else found[0]
 
 
+@interruptible
 def dress(
     schema: Schema,
     rules: Rules,

@@ -152,7 +152,7 @@ class CompiledShortcut:
             return beyond >= 0
         drawn = state[words.RETURNED] + state[words.RESERVED] - state[words.EXEMPT_SAMPLES]
         allowed = flow.rate_above * (beyond - state[words.EXEMPT_WRITES])
-        return (drawn + n) * flow.rate_below <= allowed and state[words.LAST_SAMPLE] == n
+        return (drawn + n) * flow.rate_below <= allowed
 
     def _take_uniform(self, n: int, live: int, tray: Tray) -> int:
         torch.randint(live, (n,), generator=self._engine.random.torch, out=tray.generation)

@@ -231,17 +231,17 @@ def _may_sample(plan: Ints, record: int, n: int) -> bool:
         return True
     beyond -= _word(plan, record, EXEMPT_WRITES)
     allowed = plan[RATE_ABOVE] * beyond
-    return (_drawn(plan, record) + n) * plan[RATE_BELOW] <= allowed and _word(plan, record, LAST_SAMPLE) == n
+    return bool((_drawn(plan, record) + n) * plan[RATE_BELOW] <= allowed)
 
 
 @inlined
 def _may_insert(plan: Ints, record: int, n: int) -> bool:
-    """As `limiter.insert_block` says, apart from space. A size that is new may have to be refused for good."""
+    """As `limiter.insert_block` says, apart from space."""
     if plan[DEBT_LIMIT] < 0:
-        return plan[OVERWRITES] != 0 or plan[RATE_ABOVE] == 0 or _word(plan, record, LAST_INSERT) == n
+        return True
     beyond = _word(plan, record, WRITES) + n - plan[MIN_SIZE] - _word(plan, record, EXEMPT_WRITES)
     owed = plan[RATE_ABOVE] * beyond - plan[RATE_BELOW] * _drawn(plan, record)
-    return (beyond <= 0 or owed <= plan[DEBT_LIMIT]) and _word(plan, record, LAST_INSERT) == n
+    return bool(beyond <= 0 or owed <= plan[DEBT_LIMIT])
 
 
 @inlined

@@ -29,8 +29,8 @@ WORDS = len(NAMES)
     CONSUMER_BLOCKS,
     CLOSED,
     BOUND,  # the schema is known and the rows are allocated
-    PRESSURE,  # above the high watermark, and not yet down to the low one
-    LAST_INSERT,  # items of the latest write and of the latest sample, to notice bands that must deadlock
+    PRESSURE,  # above the high watermark, and not yet down to the low one; 2: as long as somebody waits who began it
+    LAST_INSERT,  # items of the latest write and of the latest sample within the limits: the sizes in use
     LAST_SAMPLE,
     REDO,  # entries of the redo log that are still to be applied
     REWRITES,  # odd while rows are changed in place: whoever gathered meanwhile gathers again
@@ -48,5 +48,8 @@ WORDS = len(NAMES)
 ) = (*range(WORDS - 4), WORDS - 4)
 
 PRODUCER, CONSUMER = 1, 2  # roles in the table of waiters
+WRITABLE, SAMPLEABLE = 3, 4  # advisory ones: who only asks may wait, and blocks nobody
+PRESSING = 5  # a producer that found too little room below the high watermark: others wait with it for the low one
+PRODUCERS, CONSUMERS = (PRODUCER, PRESSING, WRITABLE), (CONSUMER, SAMPLEABLE)
 ITEMS, SPACE = 0, 1  # events: there is more to sample; there is more room
 RECEIPT_LINES = 64

@@ -5,24 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from millpond.core.errors import DeadlineExceeded
 from millpond.core.schema import Schema
 from millpond.replay import state as words
 from millpond.replay.drawing import State
 from millpond.replay.engine import Engine
-from millpond.replay.waiting import bury_dead
+from millpond.replay.waiting import SLOWEST, bury_dead
 from millpond.shm.control import Waiter
+from millpond.shm.holding import stopped
 
 
 def stats(engine: Engine, schema: Schema | None) -> dict[str, Any]:
-    """Counters at one moment, after whoever died was taken off the table of waiters."""
-    control = engine.control
-    bury_dead(control)
+    """Counters at one moment, after whoever died was taken off the table of waiters.
+
+    While a thread holds the lock and is stopped: the state that was committed last, and those in the table.
+    """
+    control, brief = engine.control, _Brief()
     try:
-        state = engine.load()
+        bury_dead(control, held_up=brief.held_up)
+        state = engine.load(brief)
         waiting = control.waiting()
+    except DeadlineExceeded:
+        state, waiting = control.peek(), control.waiting()
     finally:
         control.mutex.unlock()
     return figures(engine, schema, state, waiting)
+
+
+class _Brief:
+    """The patience of a look."""
+
+    def held_up(self, holder: int, seconds: float) -> None:
+        if seconds >= SLOWEST or stopped(holder):
+            raise DeadlineExceeded(f"the lock is held by thread {holder}")
 
 
 def figures(engine: Engine, schema: Schema | None, state: State, waiting: Sequence[Waiter]) -> dict[str, Any]:
@@ -32,11 +47,11 @@ def figures(engine: Engine, schema: Schema | None, state: State, waiting: Sequen
         "capacity": engine.capacity,
         "nbytes": engine.capacity * schema.row_nbytes if schema is not None else 0,
         **counted(state),
-        "waiting_producers": sum(w.role == words.PRODUCER for w in waiting),
+        "waiting_producers": sum(w.role in (words.PRODUCER, words.PRESSING) for w in waiting),
         "waiting_consumers": sum(w.role == words.CONSUMER for w in waiting),
         "high_watermark": flow.high_watermark if flow.high_watermark is not None else engine.capacity,
         "low_watermark": flow.low_watermark,
-        "under_pressure": bool(state[words.PRESSURE]),
+        "under_pressure": engine.pressed(state),
         "lock": control.kind,
         "recoveries": state[control.RECOVERIES],
         "discarded_writes": state[control.DISCARDED],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import DeadlineExceeded, InvalidArgument, NotReady
-from millpond.flow.limiter import Block, pressure, sample_block
+from millpond.flow.limiter import Block, sample_block
 from millpond.replay.drawing import Draw, Ints, State, Stream
 from millpond.replay.engine import Engine
 from millpond.replay.state import (
@@ -25,11 +25,9 @@ from millpond.replay.state import (
     EMPTIED,
     EXEMPT_SAMPLES,
     HEAD,
-    LAST_INSERT,
     LAST_SAMPLE,
     OVERWRITTEN,
     PREFETCHED,
-    PRESSURE,
     REDO,
     RESERVED,
     RETURNED,
@@ -39,7 +37,7 @@ from millpond.replay.state import (
 )
 from millpond.replay.taken import Taken, Tray
 from millpond.replay.view import every, repeated
-from millpond.replay.waiting import Wait
+from millpond.replay.waiting import Patience, Wait
 
 TRIES = 4
 
@@ -62,12 +60,13 @@ class Taker:
         ahead: bool = False,
         prepare: Callable[[int], Tray | None] | None = None,
         asked: bool = False,
+        patience: Patience | None = None,
     ) -> Taken:
         """Draw, gather, count and consume n items as one step. ``ahead`` reserves them for later delivery.
 
         Whoever must wait calls ``prepare`` before sleeping: what can be made then delays nobody after the wake-up,
         when the processor's caches are cold and every step takes several times as long. ``asked``: the caller has just
-        asked the shortcut in vain.
+        asked the shortcut in vain. ``patience`` with the lock, where it is not that of this call's own limits.
 
         Raises:
             NotReady: they cannot be had now, and ``wait`` is False.
@@ -75,7 +74,8 @@ class Taker:
             Unsatisfiable: they can never be had.
         """
         engine = self._engine
-        waiting = None if timeout is None and cancel is None else self._wait(n, timeout, cancel)
+        waiting = None if timeout is None and cancel is None else self.waiting(n, timeout, cancel)
+        patience = patience or waiting
         tries, tray = 0, None
         try:
             while True:
@@ -85,24 +85,34 @@ class Taker:
                 state = engine.control.peek()
                 if state[CLOSED]:
                     engine.refuse_closed(state, "sample", n)
-                if n != state[LAST_SAMPLE]:
-                    engine.refuse_impossible(batch=n, insert=state[LAST_INSERT])
                 block = engine.sample_block(state, n)
                 if block is None:
                     engine.keep_pace(state)
-                    taken = self._try(state, n, ahead, tray) if tries < TRIES else self._take_locked(n, ahead)
+                    taken = (
+                        self._try(state, n, ahead, tray, patience)
+                        if tries < TRIES
+                        else self._take_locked(n, ahead, patience)
+                    )
                     if taken is not None:
                         return taken
                     tries += 1
                     if tries <= TRIES:
                         continue
                     block = Block(f"{engine.sampler!r} cannot draw {n} items now", "inserts")
+                if engine.forget_dead(patience):
+                    continue
+                engine.refuse_impossible("sample", n, state, block)
                 if not wait:
-                    if tries < TRIES and engine.rows is not None and not engine.always_ready and not self._blocked(n):
+                    if (
+                        tries < TRIES
+                        and engine.rows is not None
+                        and not engine.always_ready
+                        and not self._blocked(n, patience)
+                    ):
                         tries += 1  # the sampler was asked while somebody changed what it goes by
                         continue
                     raise NotReady(engine.explain_block("sample", n, block))
-                waiting = waiting or self._wait(n, timeout, cancel)
+                waiting = waiting or self.waiting(n, timeout, cancel)
                 if waiting.timeout == 0:
                     raise DeadlineExceeded(engine.explain_block("sample", n, block))
                 ticket = engine.ticket_again(engine.items_event) if waiting.listed else None
@@ -110,12 +120,13 @@ class Taker:
                     state = engine.control.peek()
                 else:
                     try:
-                        state = engine.load()
+                        state = engine.load(waiting)
                         ticket = engine.count_block(state, waiting, CONSUMER_BLOCKS, engine.items_event)
                     finally:
                         engine.control.mutex.unlock()
                 if state[CLOSED] or (tries <= TRIES and engine.sample_block(state, n) is None):
                     continue  # it changed between the look and the ticket
+                engine.refuse_endless("sample", n, state)
                 if tray is None and prepare is not None:
                     tray = prepare(n)
                 waiting.sleep(engine.items_event, ticket, partial(engine.explain_block, "sample", n, block))
@@ -127,17 +138,18 @@ class Taker:
                 finally:  # once more: Ctrl-C may come on the way in
                     waiting.leave()
 
-    def _blocked(self, n: int) -> bool:
+    def _blocked(self, n: int, wait: Patience | None) -> bool:
         """The same once more, where nobody changes anything."""
         try:
-            return self._engine.sample_block(self._engine.load(), n, locked=True) is not None
+            return self._engine.sample_block(self._engine.load(wait), n, locked=True) is not None
         finally:
             self._engine.control.mutex.unlock()
 
-    def _wait(self, n: int, timeout: float | None, cancel: Any) -> Wait:
+    def waiting(self, n: int, timeout: float | None, cancel: Any) -> Wait:
+        """The wait of a call with these limits."""
         return Wait(self._engine.memory, f"sample({n})", CONSUMER, n, timeout, cancel)
 
-    def _try(self, state: State, n: int, ahead: bool, tray: Tray | None) -> Taken | None:
+    def _try(self, state: State, n: int, ahead: bool, tray: Tray | None, wait: Patience | None) -> Taken | None:
         """Optimistic: draw and gather without the lock, then look whether that still holds."""
         engine = self._engine
         stored = engine.rows
@@ -157,7 +169,7 @@ class Taker:
         rows = stored.read(draw.slots, None if tray is None else tray.rows)
         mutex = engine.control.mutex
         try:
-            now = engine.load()
+            now = engine.load(wait)
             if now[CLOSED]:
                 engine.refuse_closed(now, "sample", n)
             if not self._holds(draw, state, now) or (self._limited and self._limits(now, n) is not None):
@@ -171,13 +183,13 @@ class Taker:
         tray.emptied = taken.emptied
         return tray.taken()
 
-    def _take_locked(self, n: int, ahead: bool) -> Taken | None:
+    def _take_locked(self, n: int, ahead: bool, wait: Patience | None) -> Taken | None:
         """Others were faster several times: draw where nobody can be."""
         engine = self._engine
         assert engine.rows is not None
         random = Stream(engine.random.seed())
         try:
-            now = engine.load()
+            now = engine.load(wait)
             engine.refuse_closed(now, "sample", n)
             if engine.sample_block(now, n, locked=True) is not None:
                 return None
@@ -237,7 +249,8 @@ class Taker:
         if draw.apply is not None and not draw.apply(state):
             return None
         n = len(draw.slots)
-        state[LAST_SAMPLE] = n
+        if not engine.unlimited:
+            state[LAST_SAMPLE] = n
         state[TAKES] += 1
         if ahead:
             if not self.reserve(state, n, 1):
@@ -258,7 +271,7 @@ class Taker:
     def _consume(self, state: State, slots: Ints) -> None:
         leaving = self._engine.slots.consume(state, slots)
         if self._engine.marked:
-            state[PRESSURE] = pressure(self._engine.flow, self._engine.counts(state), 0)
+            self._engine.press(state)
         if self._engine.priorities is None or not len(leaving):
             self._engine.commit(state, self._engine.space_event)
             return

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, Inva
 from millpond.replay.memory import Memory
 from millpond.replay.state import PREFETCHED, RESERVED
 from millpond.shm.control import ControlBlock, Line
+from millpond.shm.holding import HeldUp, describe, stopped
+from millpond.shm.interrupts import interruptible
 from millpond.shm.locks import Event
 
 CANCEL_SLICE = 0.1  # a foreign event cannot wake us: look at it this often
@@ -22,6 +24,7 @@ OWNER_SLICE = 0.5  # nor can an owner that was killed
 TURNSTILE_SLICE = 0.1
 LOG_EVERY = 30.0
 BURY_EVERY = 5.0
+SLOWEST = 2.0  # seconds; whoever holds the lock longer is taken for stopped by a call that has no time left
 
 log = logging.getLogger("millpond")
 
@@ -46,9 +49,9 @@ def check_cancel(event: Any) -> None:
         raise InvalidType(f"cancel_event has is_set(), such as a threading.Event; {type(event).__name__} has not")
 
 
-def bury_dead(control: ControlBlock) -> None:
-    """Take threads and processes that are gone off the table, and give back what they had reserved. Without the
-    lock."""
+def bury_dead(control: ControlBlock, *, among: list[int] | None = None, held_up: HeldUp | None = None) -> None:
+    """Take threads and processes that are gone off the table (all, or those ``among`` these lines), and give back what
+    they had reserved. Without the lock."""
 
     def forget(state: list[int], lines: list[Line]) -> None:
         for line in lines:
@@ -56,7 +59,14 @@ def bury_dead(control: ControlBlock) -> None:
             state[RESERVED] = max(0, state[RESERVED] - items)
             state[PREFETCHED] = max(0, state[PREFETCHED] - batches)
 
-    control.bury_dead(forget)
+    control.bury_dead(forget, among=among, held_up=held_up)
+
+
+class Patience(Protocol):
+    """How long a call waits for the lock."""
+
+    def held_up(self, holder: int, seconds: float) -> None:
+        """Called now and then with the thread that holds it, and for how long that has been so; raises to end."""
 
 
 class Wait:
@@ -80,8 +90,9 @@ class Wait:
         self.timeout = check_timeout(timeout)
         check_cancel(cancel)
         self._deadline = (time.monotonic() if since is None else since) + self.timeout
-        self._memory, self._what, self._role, self._need, self._cancel = memory, what, role, need, cancel
+        self._memory, self._what, self.role, self._need, self._cancel = memory, what, role, need, cancel
         self._line: int | None = None
+        self._listed_as = 0
         self._began = time.monotonic()
         self.counted = False
         self.check()
@@ -93,19 +104,33 @@ class Wait:
         if self._cancel is not None and self._cancel.is_set():
             raise Cancelled(f"{self._what}: the cancel event is set")
 
+    def held_up(self, holder: int, seconds: float) -> None:
+        """The lock is taken for so long: may this call go on waiting for it?
+
+        A single try does not give up for a holder that is only slow, unless it is slower than any is.
+
+        Raises as `sleep` does.
+        """
+        self.check()
+        if time.monotonic() >= self._deadline and (seconds >= SLOWEST or stopped(holder)):
+            raise DeadlineExceeded(f"{self._what} waited {self.timeout:g} s: the lock is held by {describe(holder)}")
+        self._memory.held_up(self._what, holder, seconds)
+
     def enlist(self) -> None:
         """Under the lock: appear in the table of waiters."""
+        people = self._memory.control.participants
         if self._line is None:
-            people = self._memory.control.participants
-            self._line = people.claim()
-            if self._line is not None:
-                people.begin_wait(self._line, self._role, self._need)
+            self._line, self._listed_as = people.claim(), 0
+        if self._line is not None and self._listed_as != self.role:
+            people.begin_wait(self._line, self.role, self._need)
+            self._listed_as = self.role
 
     @property
     def listed(self) -> bool:
         """Is this wait counted, and in the table of waiters?"""
         return self.counted and self._line is not None
 
+    @interruptible
     def sleep(self, event: Event, ticket: int, explain: Callable[[], str]) -> None:
         """Without the lock. ``ticket`` is what ``event.prepare()`` gave under it.
 
@@ -126,7 +151,7 @@ class Wait:
         self.check()
         if self._line is None and now - self._memory.buried >= BURY_EVERY:
             self._memory.buried = now
-            bury_dead(self._memory.control)  # the table was full: make room, and appear next time
+            bury_dead(self._memory.control, held_up=self.held_up)  # the table was full: make room for the next time
         self._memory.look(self._what, lambda: f"; while waiting: {self._why(explain)}")
         if moved:
             return

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from millpond.core.errors import BufferClosed, InvalidArgument, NotReady, SchemaMismatch
+from millpond.core.errors import BufferClosed, Cancelled, InvalidArgument, NotReady, SchemaMismatch
 from millpond.core.schema import Schema
 from millpond.replay import rules as rulebook
 from millpond.replay.ahead import Ahead
@@ -20,6 +20,7 @@ from millpond.replay.drawing import Ints
 from millpond.replay.editing import Editor
 from millpond.replay.engine import Engine, MakeMemory, find
 from millpond.replay.memory import Memory, give_up
+from millpond.replay.prioritized import Weighed
 from millpond.replay.rules import Rules
 from millpond.replay.samplers import SamplerWithoutReplacement
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage
@@ -27,6 +28,7 @@ from millpond.replay.summary import stats
 from millpond.replay.taken import Tray
 from millpond.replay.taking import Taker
 from millpond.replay.writing import Writer
+from millpond.shm.interrupts import defer_interrupts
 
 
 class Works:
@@ -47,6 +49,7 @@ class Works:
         self.closed = False
         self.final: dict[str, Any] = {}  # the figures of a closed buffer
         self.watched = None if self.engine.memory.mine else self.engine.memory  # its owner may die
+        defer_interrupts()
         memory = self.engine.memory  # not for the finalizer: it leads back here, so these works would live for ever
         self._finalizer = weakref.finalize(self, _remove, memory.path if memory.mine else None, os.getpid())
         _all.add(self)
@@ -149,13 +152,20 @@ class Works:
         cancel: Any,
         receipt: Any,
         who: int | None = None,
+        first: Schema | None = None,
     ) -> Ints | None:
         """Write packed rows of the bound schema. Their slots; None where there are none, or they were dropped.
 
-        ``who`` writes, if not this thread. Raises as `ReplayBuffer.extend` does.
+        ``who`` writes, if not this thread. ``first`` is their schema where none was bound: it is bound once nothing
+        else can be wrong with them. Raises as `ReplayBuffer.extend` does.
         """
         if self.watched is not None:
             self.watched.look("extend")
+        if first is not None:
+            if len(rows):
+                self._judged(first, rows, priority, receipt)
+                self._refuse_first(len(rows), cancel)
+            self.bind(first, len(rows))
         order = self.engine.order
         if order is None or not len(rows):
             return self._put(rows, priority, timeout, cancel, receipt, None)
@@ -173,6 +183,19 @@ class Works:
     def _put(
         self, rows: torch.Tensor, priority: Any, timeout: Any, cancel: Any, receipt: Any, who: int | None
     ) -> Ints | None:
+        n = rows.shape[0]
+        weighed = self._judged(None, rows, priority, receipt)
+        if n == 0:
+            return None
+        if receipt is not None:
+            receipt = rulebook.check_receipt(receipt)
+        slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt, who=who)
+        if slots is None or len(slots) == n:
+            return slots
+        return slots[np.arange(-n, 0) % len(slots)]  # those of the first ones, which others of this write have now
+
+    def _judged(self, schema: Schema | None, rows: torch.Tensor, priority: Any, receipt: Any) -> Weighed | None:
+        """The priorities. Raises where something is wrong with the rows or with what comes with them."""
         n, weighed = rows.shape[0], None
         if priority is not None:
             if self.engine.priorities is None:
@@ -181,16 +204,20 @@ class Works:
         if n == 0:
             return None
         if self.rules.check_finite:
-            schema = self.known_schema()
+            schema = schema or self.known_schema()
             rulebook.refuse_nonfinite({field.key: schema.column(rows, field.key) for field in schema.fields})
         if receipt is not None:
-            receipt = rulebook.check_receipt(receipt)
-        if n > self.rules.capacity:
-            self.engine.refuse_impossible(insert=n)
-        slots = self.writer.put(rows, weighed, timeout=timeout, cancel=cancel, receipt=receipt, who=who)
-        if slots is None or len(slots) == n:
-            return slots
-        return slots[np.arange(-n, 0) % len(slots)]  # those of the first ones, which others of this write have now
+            rulebook.check_receipt(receipt)
+        return weighed
+
+    def _refuse_first(self, n: int, cancel: Any) -> None:
+        """A write that can come to nothing binds no schema."""
+        if cancel is not None and cancel.is_set():
+            raise Cancelled(f"extend({n}): the cancel event is set")
+        state = self.engine.control.peek()
+        block = self.engine.insert_block(state, n)
+        if block is not None:
+            self.engine.refuse_impossible("extend", n, state, block)
 
     def tray(self, n: int) -> Tray | None:
         """Memory for a batch of n, laid out for its caller; None as long as no schema is known."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from millpond.core.errors import BufferFull, DeadlineExceeded, Unsatisfiable
+from millpond.core.errors import BufferFull, DeadlineExceeded
 from millpond.flow.limiter import Block, pressure
 from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
@@ -23,8 +23,8 @@ from millpond.replay.state import (
     EXEMPT_WRITES,
     HEAD,
     LAST_INSERT,
-    LAST_SAMPLE,
     LIVE,
+    PRESSING,
     PRESSURE,
     PRODUCER,
     PRODUCER_BLOCKS,
@@ -67,26 +67,32 @@ class Writer:
                     if slots is not None:
                         return slots
                 try:
-                    state = engine.load()
+                    state, ticket = engine.load(wait), None
                     engine.refuse_closed(state, "extend", n)
-                    if n != state[LAST_INSERT]:
-                        engine.refuse_impossible(batch=state[LAST_SAMPLE], insert=n)
                     block = engine.insert_block(state, n)
                     if block is None:
                         excess = min(state[LIVE] + n - engine.capacity, state[LIVE])
                         if excess <= 0 or engine.slots.evict(state, excess):
                             return self._write(state, rows, weighed, excess, receipt, who)
-                    elif self._drops(state, n, block):
-                        return None
-                    else:
+                    elif not engine.overdue():
+                        if self._drops(state, n, block):
+                            return None
                         wait = wait or self._wait(n, timeout, cancel)
                         ticket = self._ticket(state, n, block, wait)
                 finally:
                     engine.control.mutex.unlock()
                 if block is None:
                     engine.slots.prepare_eviction(engine.control.peek())
-                elif wait is not None:
+                elif ticket is None or wait is None:
+                    engine.forget_dead(wait)  # what these had reserved may be all that is missing
+                else:
+                    engine.refuse_endless("extend", n, state)
                     wait.sleep(engine.space_event, ticket, partial(engine.explain_block, "extend", n, block))
+        except BaseException:
+            if wait is not None and wait.role == PRESSING:  # others may wait because of this one
+                wait.leave()
+                engine.space_event.notify_all()
+            raise
         finally:
             if wait is not None:
                 try:
@@ -101,7 +107,7 @@ class Writer:
         """After a wake-up: sleep again without queueing for the lock, where that changed nothing for this write."""
         engine = self._engine
         ticket = engine.ticket_again(engine.space_event) if wait.listed else None
-        if ticket is None:
+        if ticket is None or engine.overdue():
             return False
         state = engine.control.peek()
         block = None if state[CLOSED] else engine.insert_block(state, n)
@@ -113,8 +119,7 @@ class Writer:
     def _drops(self, state: State, n: int, block: Block) -> bool:
         """Under the lock: what the admission policy says where there is no room. True: the items are dropped."""
         engine = self._engine
-        if block.waits_for == "nobody":
-            raise Unsatisfiable(f"extend({n}): {block.reason}")
+        engine.refuse_impossible("extend", n, state, block)
         if engine.flow.admission == "raise":
             raise BufferFull(f"extend({n}): {block.reason}")
         if engine.flow.admission != "drop_newest":
@@ -128,9 +133,11 @@ class Writer:
         engine = self._engine
         if wait.timeout == 0:
             raise DeadlineExceeded(f"extend({n}): {block.reason}")
-        if engine.marked:
-            state[PRESSURE] = pressure(engine.flow, engine.counts(state), n)
+        if engine.marked and not state[PRESSURE] and pressure(engine.flow, engine.counts(state), n):
+            state[PRESSURE] = 2
             engine.commit(state)
+        if engine.marked and pressure(engine.flow, engine.counts(state)._replace(under_pressure=False), n):
+            wait.role = PRESSING
         return engine.count_block(state, wait, PRODUCER_BLOCKS, engine.space_event)
 
     def _write(
@@ -164,9 +171,10 @@ class Writer:
         if engine.priorities is not None:
             engine.priorities.wrote(slots, weighed)
         engine.slots.add(state, slots, len(rows))
-        state[LAST_INSERT] = n
+        if not engine.unlimited:
+            state[LAST_INSERT] = n
         if engine.marked:
-            state[PRESSURE] = pressure(engine.flow, engine.counts(state), 0)
+            engine.press(state)
         if receipt is not None:
             state[RECEIPT_LINE], state[RECEIPT_NUMBER] = receipt[0] + 1, receipt[1]
         engine.control.settle(state)

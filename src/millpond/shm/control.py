@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from millpond.core.errors import InvalidArgument, NotShareable
 from millpond.shm import identity
 from millpond.shm.futex import SYS_FUTEX, EventCount, RobustMutex
+from millpond.shm.holding import HeldUp
 from millpond.shm.locks import Event, Kind, Mutex, make_event, make_lock
 from millpond.shm.participants import TABLE_BYTES, Line, Participants, Waiter
 from millpond.shm.record import PrivateMemory
@@ -242,18 +243,21 @@ class ControlBlock:
         """(pid, tid, role, need, since_ns) of those that wait. Without the mutex it is advisory."""
         return self.participants.waiting(role)
 
-    def bury_dead(self, forget: Forget | None = None) -> list[Line]:
+    def bury_dead(
+        self, forget: Forget | None = None, *, among: list[int] | None = None, held_up: HeldUp | None = None
+    ) -> list[Line]:
         """Without the mutex: free the lines of threads and processes that are gone. Returns them, reservations and all.
 
+        ``among`` names the lines to look at, all by default; ``held_up`` is for the lock.
         ``forget(state, lines)`` takes what they had reserved out of ``state``; the commit of that wakes everybody.
         Cut off half-way it is an unsettled intent of count 0, which is no write: ``recover`` must always set the words
         that count reservations from ``participants.all_reserved()``.
         """
-        gone = self.participants.dead()
+        gone = self.participants.dead(among)
         if not gone:
             return []
         try:
-            state = self.load(self.mutex.lock())
+            state = self.load(self.mutex.lock(None, held_up))
             lines = [line for line in map(self.participants.still, gone) if line is not None]
             if not lines:
                 return []

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from millpond.core.errors import DeadlineExceeded, NotShareable
+from millpond.shm.holding import HeldUp, describe, still_held
+from millpond.shm.interrupts import interruptible
 from millpond.shm.record import SharedRecord
 
+TELL = 0.1  # seconds between two calls of ``held_up``
 POLL_MIN, POLL_MAX = 20e-6, 1e-3  # seconds between two looks; doubles from the first to the second
 _MASK = 0xFFFFFFFF
 _numbers = random.Random()  # not `secrets`, which lets go of the GIL; not the global one, which users seed
@@ -54,8 +57,9 @@ class FileMutex(SharedRecord):
                 raise NotShareable(f"cannot open the lock file {self._path}: {problem.strerror}") from problem
         _living.add(self)
 
-    def lock(self, timeout: float | None = None) -> bool:
-        """True: the last holder died holding it. Any exception leaves it not held.
+    def lock(self, timeout: float | None = None, held_up: HeldUp | None = None) -> bool:
+        """True: the last holder died holding it. Any exception leaves it not held. ``held_up`` as in
+        `futex.RobustMutex.lock`.
 
         Raises:
             DeadlineExceeded: still taken after ``timeout`` seconds.
@@ -63,9 +67,8 @@ class FileMutex(SharedRecord):
         """
         if self.held():
             raise RecursionError("this thread holds the lock already")
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         try:
-            self._acquire(deadline, timeout)
+            self._acquire(timeout, held_up)
             if self._words[self._PID]:
                 self._words[self._DEBT] = 1
             self._words[self._TID] = threading.get_native_id() & _MASK
@@ -82,10 +85,12 @@ class FileMutex(SharedRecord):
         """While holding it: what the dead holder left is mended."""
         self._words[self._DEBT] = 0
 
-    def _acquire(self, deadline: float, timeout: float | None) -> None:
-        left = deadline - time.monotonic()
-        if not self._thread.acquire(timeout=-1 if left > threading.TIMEOUT_MAX else max(0.0, left)):
-            raise DeadlineExceeded(f"the lock was held by thread {self.holder} for {timeout} s")
+    @interruptible
+    def _acquire(self, timeout: float | None, held_up: HeldUp | None) -> None:
+        began = told = time.monotonic()
+        deadline = float("inf") if timeout is None else began + timeout
+        while not self._thread.acquire(timeout=min(TELL, max(0.0, deadline - time.monotonic()))):
+            self._tell(began, deadline, held_up)
         if self._path is None:
             return
         if self._fd < 0:
@@ -96,10 +101,17 @@ class FileMutex(SharedRecord):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             now = time.monotonic()
-            if now >= deadline:
-                raise DeadlineExceeded(f"the lock was held by thread {self.holder} for {timeout} s")
-            time.sleep(min(pause, deadline - now))
+            if now >= deadline or now - told >= TELL:
+                self._tell(began, deadline, held_up)
+                told = now
+            time.sleep(min(pause, max(0.0, deadline - now)))
             pause = min(2 * pause, POLL_MAX)
+
+    def _tell(self, began: float, deadline: float, held_up: HeldUp | None) -> None:
+        now = time.monotonic()
+        if now >= deadline:
+            raise DeadlineExceeded(f"the lock was held by {describe(self.holder)} for {now - began:.3g} s")
+        (held_up or still_held)(self.holder, now - began)
 
     def unlock(self) -> int:
         """0, or EPERM, harmlessly, if this thread does not hold it."""

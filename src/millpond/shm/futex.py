@@ -32,7 +32,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from millpond.core.errors import DeadlineExceeded, NotShareable
+from millpond.shm.holding import HeldUp, describe, still_held
 from millpond.shm.identity import abi, libc
+from millpond.shm.interrupts import interruptible
 from millpond.shm.record import PrivateMemory, SharedRecord
 
 __all__ = ["EventCount", "RobustMutex", "abi", "supported"]
@@ -113,8 +115,11 @@ class RobustMutex(SharedRecord):
         if any(codes):
             raise NotShareable(f"no robust process-shared mutex here: {codes}")
 
-    def lock(self, timeout: float | None = None) -> bool:
+    def lock(self, timeout: float | None = None, held_up: HeldUp | None = None) -> bool:
         """True: the last holder died holding it. Any exception leaves it not held.
+
+        ``held_up(holder, seconds)`` is called about every 0.1 s as long as a thread holds the lock; what it raises ends
+        the call.
 
         Raises:
             DeadlineExceeded: still taken after ``timeout`` seconds.
@@ -122,7 +127,7 @@ class RobustMutex(SharedRecord):
         """
         try:
             code = self._try()
-            return False if code == 0 and self._words[self._DEBT] == 0 else self._lock_slowly(code, timeout)
+            return False if code == 0 and self._words[self._DEBT] == 0 else self._lock_slowly(code, timeout, held_up)
         except BaseException as problem:  # Ctrl-C may come right after the C call took the lock
             if self.held() and not isinstance(problem, RecursionError):
                 if self._consistent() == 0:  # the last holder had died; unlocking now would ruin the mutex for good
@@ -130,15 +135,19 @@ class RobustMutex(SharedRecord):
                 self.unlock()
             raise
 
-    def _lock_slowly(self, code: int, timeout: float | None) -> bool:
-        deadline, tries = float("inf") if timeout is None else time.monotonic() + timeout, SPIN
+    @interruptible
+    def _lock_slowly(self, code: int, timeout: float | None, held_up: HeldUp | None) -> bool:
+        began, tries = time.monotonic(), SPIN
+        deadline = float("inf") if timeout is None else began + timeout
         while code in (errno.EBUSY, errno.ETIMEDOUT):
             if tries:
                 tries, code = tries - 1, self._try()
                 continue
             now = time.monotonic()
             if now >= deadline:
-                raise DeadlineExceeded(f"the lock was held by thread {self.holder} for {timeout} s")
+                raise DeadlineExceeded(f"the lock was held by {describe(self.holder)} for {timeout} s")
+            if code == errno.ETIMEDOUT:
+                (held_up or still_held)(self.holder, now - began)
             end = _until(min(deadline, now + LOCK_SLICE))
             code = self._slow.pthread_mutex_clocklock(self._mutex, time.CLOCK_MONOTONIC, end)
         if code == errno.EOWNERDEAD:

@@ -11,6 +11,7 @@ from millpond.core.errors import InvalidArgument
 from millpond.shm import futex
 from millpond.shm.fallback import FileMutex, PolledEvent
 from millpond.shm.futex import EventCount, RobustMutex
+from millpond.shm.holding import HeldUp
 from millpond.shm.record import PrivateMemory, magic_at
 
 Kind = Literal["robust", "fallback"]
@@ -22,7 +23,7 @@ class Mutex(Protocol):
 
     sticky: bool
 
-    def lock(self, timeout: float | None = None) -> bool: ...
+    def lock(self, timeout: float | None = None, held_up: HeldUp | None = None) -> bool: ...
     def forgive(self) -> None: ...
     @property
     def unlock(self) -> Callable[[], int]: ...

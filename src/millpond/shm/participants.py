@@ -109,11 +109,23 @@ class Participants:
                     found.append(Waiter(pid, tid, role_now, need, since))
         return found
 
-    def dead(self) -> list[Line]:
-        """Lines whose process or thread is gone. Without the mutex: reading ``/proc`` lets go of the GIL."""
+    def holding(self, role: int) -> list[int]:
+        """Lines of other processes that have reserved something, or wait as ``role``: others may wait because of
+        these."""
+        table, me = self._table, identity.me()[0]
+        reserved, roles = table[_RESERVED::WORDS].tolist(), table[_ROLE::WORDS].tolist()
+        return [
+            line
+            for line, (amount, its_role) in enumerate(zip(reserved, roles, strict=True))
+            if (amount or its_role == role) and table[WORDS * line] != me
+        ]
+
+    def dead(self, among: list[int] | None = None) -> list[Line]:
+        """Lines (of those ``among``) whose process or thread is gone. Without the mutex: reading ``/proc`` lets go of
+        the GIL."""
         found = []
-        for line, pid in enumerate(self._table[::WORDS].tolist()):
-            if pid == 0:
+        for line in range(LINES) if among is None else among:
+            if self._table[WORDS * line] == 0:
                 continue
             read = self._read(line)
             if not (identity.alive(read.pid, read.started) and identity.thread_alive(read.pid, read.tid)):

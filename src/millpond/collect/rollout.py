@@ -23,6 +23,7 @@ from millpond.collect.rows import (
     Block,
     Key,
     rows_for,
+    store,
     transition_fields,
 )
 from millpond.core.errors import InvalidArgument, NonFinite, SchemaMismatch
@@ -226,7 +227,7 @@ class Rollout:
         block = rows.open()
         for seen in self._seen:
             values = seen.leaf.of(observation)
-            block[seen.key][...] = values
+            store(block[seen.key], values, seen.key)
             if seen.floating:
                 self._look(values, seen.key, block)
         self.doing(ASKING)
@@ -236,7 +237,7 @@ class Rollout:
         step = stepper.step(actions)
         for seen in self._seen:
             values = seen.leaf.of(step.next_observation)
-            block[seen.next_key][...] = values
+            store(block[seen.next_key], values, seen.next_key)
             if seen.floating:
                 self._look(values, seen.next_key, block)
         block[REWARD][...] = step.reward
@@ -362,6 +363,10 @@ class Rollout:
             if shape != expected:
                 name = "/".join(("observation", *leaf.key))
                 raise SchemaMismatch(f"{name}: the environment returned shape {shape}, its space says {expected}")
+        unknown = _keys(observation) - {leaf.key for leaf in self.stepper.observation_leaves}
+        if unknown:
+            name = "/".join(("observation", *min(unknown)))
+            raise SchemaMismatch(f"{name}: the environment returned this field, its space does not know it")
 
     def state_dict(self) -> dict[str, Any]:
         """The frames that are collected and not taken, and the worlds with all generators, where they can be saved.
@@ -430,6 +435,12 @@ class Rollout:
 def _finite(bounds: Limits) -> Limits | None:
     """None where there is nothing to exceed."""
     return bounds if np.isfinite(bounds.low).any() or np.isfinite(bounds.high).any() else None
+
+
+def _keys(values: Any, key: Key = ()) -> set[Key]:
+    if not isinstance(values, dict):
+        return {key}
+    return {inner for name, value in values.items() for inner in _keys(value, (*key, name))}
 
 
 def _any(masks: list[Mask], *others: Mask) -> Mask:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from millpond.core.errors import InvalidArgument
+from millpond.core.errors import InvalidArgument, SchemaMismatch
 from millpond.envs.spaces import Leaf, nested
 
 Key = tuple[str, ...]
@@ -66,6 +66,35 @@ def transition_fields(
         *fields(("next", "observation"), observation),
         *(RowField(key, (1,), np.dtype(dtype)) for key, dtype in _FIXED.items()),
     ]
+
+
+def store(into: Array, values: Any, key: Key) -> None:
+    """Write what all environments returned of one observation field; floating-point numbers may be of another width.
+
+    Raises:
+        SchemaMismatch: another shape, or numbers that the field's type cannot hold.
+    """
+    if type(values) is not np.ndarray or values.dtype is not into.dtype or values.shape != into.shape:
+        _refuse_unfit(into, np.asarray(values), "/".join(key))
+    into[...] = values
+
+
+def _refuse_unfit(into: Array, values: Array, name: str) -> None:
+    if values.shape != into.shape:
+        raise SchemaMismatch(f"{name}: the environment returned shape {values.shape}, its space says {into.shape}")
+    kinds = values.dtype.kind + into.dtype.kind
+    if kinds == "ff" or np.can_cast(values.dtype, into.dtype):
+        return
+    if kinds in ("ii", "iu", "ui", "uu", "if", "uf"):
+        whole = kinds[1] != "f"
+        limit: Any = np.iinfo(into.dtype) if whole else np.finfo(into.dtype)
+        low, high = (int(limit.min), int(limit.max)) if whole else (-int(2 / limit.eps), int(2 / limit.eps))
+        if not values.size or (low <= int(values.min()) and int(values.max()) <= high):
+            return
+    raise SchemaMismatch(
+        f"{name}: the environment returned {values.dtype} numbers, and its space says {into.dtype}, which cannot hold "
+        "them: change the space, or convert them in a wrapper"
+    )
 
 
 class FlatRows:

@@ -301,6 +301,11 @@ def _check_sizes(settings: Settings) -> None:
         raise InvalidArgument(
             f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
         )
+    if settings.frames_per_batch > replay.capacity:
+        raise InvalidArgument(
+            f"batches of {settings.frames_per_batch} frames (collect.frames_per_batch) never fit"
+            f" replay.capacity={replay.capacity}: some would be overwritten before anybody could learn from them"
+        )
     samples = Fraction(replay.samples_per_insert) * (settings.total_frames - replay.learning_starts)
     if samples < replay.batch_size:
         raise InvalidArgument(

@@ -99,6 +99,14 @@ def test_more_than_there_is_names_both_numbers_and_leaves_nothing(
         assert not (where / "rows").exists()
 
 
+def test_sizes_are_told_exactly_and_in_the_unit_that_a_person_reads() -> None:
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1 << 10: "1024 bytes (1.0 KiB)", 28_223_000_000_000_000: "25.1 PiB"}
+    for nbytes, spelled in sizes.items():
+        assert spelled in room.readable(nbytes)
+    assert room.readable(5 << 39) == f"{5 << 39} bytes (2.5 TiB)"
+    assert room.readable(1 << 70).endswith("(1048576.0 PiB)")
+
+
 def test_a_full_disk_is_told_from_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "in_memory", lambda _: False)
     with pytest.raises(OutOfDisk) as caught:

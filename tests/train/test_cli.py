@@ -51,7 +51,8 @@ SMALL = [
         (["algorithm.gama=0.9"], "did you mean algorithm.gamma?"),
         (["total_frames=-5"], "total_frames must be at least 1, got -5"),
         (["replay.capacity=100000000000"], "replay.capacity=100000000000: "),
-        (["execution.mode=async", "replay.capacity=100000000000"], "are free"),
+        (["execution.mode=async", "replay.capacity=100000000000"], "are free, in memory: make it smaller\n"),
+        (["replay.capacity=100000000000"], "TiB)"),
         (["execution.mode=async", "replay.max_debt=10"], "it must be at least 72"),
         (["collect.frames_per_batch=200", "collectors=1"], "never fit"),
         (["learner.device=cuda"], "execution.mode=sync needs learner.device=cpu"),
@@ -135,7 +136,7 @@ def test_a_disk_that_fills_up_fails_the_run_in_words(small_disk: Path, capsys: p
 
 def test_no_traceback_and_no_process_from_a_real_command_line(elsewhere: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "millpond.cli", "train", "env=Nonsense-v0"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "millpond", "train", "env=Nonsense-v0"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +165,41 @@ def test_help_lists_every_setting_with_a_meaning():
     for name in set(names(settings_from_overrides([]).to_dict())) - {"algorithm.name"}:
         assert name in lines
         assert len(lines[name].split()) > 2, f"{name} has no help text"
+
+
+def test_help_offers_no_choice_where_there_is_none():
+    lines = {line.split()[0]: line for line in describe_settings().splitlines()}
+    assert "execution" not in lines
+    values, found = defaults(), []
+    for name, text in lines.items():
+        changed = copy.deepcopy(values)
+        group, _, last = name.rpartition(".")
+        there = changed.get(group) if group else changed
+        if isinstance(there, dict) and isinstance(there.get(last), str):
+            there[last] = "?"
+            try:
+                Settings.from_dict(changed)
+            except InvalidArgument as refused:
+                only = re.search(r"must be (\w+), got", str(refused))
+                if only:
+                    assert f"(only {only[1]})" in text
+                    found.append(name)
+    assert found == ["replay.transport", "replay.layout", "execution.name"]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("algorithm.lr=1", "did you mean algorithm.actor_lr or algorithm.critic_lr?"),
+        ("algorithm.gama=1", "did you mean algorithm.gamma?"),
+        ("gamma=1", "did you mean algorithm.gamma?"),
+        ("replay.batch=1", "did you mean replay.batch_size?"),
+        ("batch_size=1", "did you mean replay.batch_size?"),
+        ("algoritm.tau=1", "did you mean algorithm.tau?"),
+        ("eval.xyzzy=1", "unknown setting eval.xyzzy (`"),
+    ],
+)
+def test_an_unknown_setting_names_those_that_may_be_meant(word: str, meant: str):
+    with pytest.raises(InvalidArgument) as refused:
+        settings_from_overrides([word])
+    assert meant in str(refused.value)

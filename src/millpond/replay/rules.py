@@ -35,7 +35,7 @@ from millpond.replay.state import RECEIPT_LINES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.windows import HindsightSampler, NStep
 from millpond.shm.interrupts import interruptible
-from millpond.shm.room import available_memory
+from millpond.shm.room import available_memory, readable
 
 MOST_ITEMS = 1 << 62  # what is asked for, and added to, stays within 64 bits
 FREELY = 1 << 20  # items for which nobody looks whether there is room
@@ -357,7 +357,8 @@ def check_room(n: int, schema: Schema | None) -> None:
     """Raises ``OutOfMemory`` where a batch of n items cannot be had. Up to `FREELY` items it need not be asked."""
     nbytes, free = n * (_BESIDES + (0 if schema is None else schema.row_nbytes)), available_memory()
     if nbytes > free:
-        raise OutOfMemory(f"a batch of {n} items takes {nbytes} bytes, and {free} are free: ask for fewer at a time")
+        text = f"a batch of {n} items takes {readable(nbytes)}, and {readable(free)} are free"
+        raise OutOfMemory(f"{text}: ask for fewer at a time")
 
 
 def check_receipt(receipt: Any) -> tuple[int, int]:

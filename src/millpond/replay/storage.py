@@ -18,6 +18,7 @@ from millpond.core.errors import InvalidArgument, InvalidType, OutOfMemory
 from millpond.core.fixed import Fixed
 from millpond.core.schema import Schema
 from millpond.shm import mapped
+from millpond.shm.room import readable
 
 
 @runtime_checkable
@@ -80,7 +81,9 @@ class TensorStorage(Fixed):
         else:
             free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else nbytes
             if nbytes > free:
-                raise OutOfMemory(f"{self.capacity} rows need {nbytes:,} bytes on {self.device}, {free:,} are free")
+                raise OutOfMemory(
+                    f"{self.capacity} rows need {readable(nbytes)} on {self.device}, {readable(free)} are free"
+                )
             rows = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         self._use(schema, rows)
 

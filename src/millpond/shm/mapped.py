@@ -14,7 +14,7 @@ from millpond.core.errors import InvalidArgument, NotShareable, OutOfDisk, OutOf
 from millpond.shm.directory import make_directory, remove_directory, shared_root
 from millpond.shm.identity import alive, start_time, thread_alive
 from millpond.shm.record import PrivateMemory
-from millpond.shm.room import available_memory, free_bytes, megabytes, no_room
+from millpond.shm.room import available_memory, free_bytes, no_room, readable
 
 __all__ = [
     "PrivateMemory",
@@ -85,7 +85,7 @@ def _take_space(fd: int, nbytes: int) -> None:
 
 
 def _too_large(path: Path, nbytes: int, free: int) -> OutOfMemory | OutOfDisk:
-    return no_room(path.parent, f"{path} needs {megabytes(nbytes)}, but only {megabytes(free)} are free")
+    return no_room(path.parent, f"{path} needs {readable(nbytes)}, but only {readable(free)} are free")
 
 
 def map_file(path: str | os.PathLike[str], nbytes: int | None = None) -> mmap.mmap:
@@ -128,7 +128,7 @@ def anonymous(nbytes: int) -> PrivateMemory:
     if nbytes <= 0:
         raise InvalidArgument(f"cannot allocate {nbytes} bytes")
     available = available_memory()
-    text = f"{megabytes(nbytes)} of memory needed, but only {megabytes(available)} are available; make it smaller"
+    text = f"{readable(nbytes)} of memory needed, but only {readable(available)} are available; make it smaller"
     if nbytes > available:
         raise OutOfMemory(text)
     try:

@@ -88,13 +88,18 @@ def _cache(group: Path, name: str) -> int:
     return 0
 
 
-def megabytes(nbytes: int) -> str:
-    """``1234567890 bytes (1177.4 MiB)``: exact for the one who computes, readable for the one who reads."""
-    return f"{nbytes} bytes ({nbytes / 2**20:.1f} MiB)"
+def readable(nbytes: int) -> str:
+    """``1234567890 bytes (1.1 GiB)``: exact for the one who computes, readable for the one who reads."""
+    size, unit = float(nbytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} bytes" if unit == "bytes" else f"{nbytes} bytes ({size:.1f} {unit})"
 
 
 def no_room(directory: str | os.PathLike[str], text: str) -> OutOfMemory | OutOfDisk:
     """The error for a file system that is too full, by whether it lives in memory or on a disk."""
     if in_memory(directory):
-        return OutOfMemory(f"{text}, in memory: make it smaller, or give a path on a disk")
-    return OutOfDisk(errno.ENOSPC, f"{text}, on disk: make it smaller, or give a path on another disk")
+        return OutOfMemory(f"{text}, in memory: make it smaller")
+    return OutOfDisk(errno.ENOSPC, f"{text}, on disk: make it smaller, or free space there")

@@ -78,7 +78,8 @@ def describe_settings() -> str:
     for group in ("execution", "logger"):
         lines += _describe(root.joinpath(group, "local.yaml").read_text(encoding="utf-8"), f"{group}.")
     for group in _GROUPS:
-        lines.append((group, "|".join(_options(group)), "a group of settings, chosen by name"))
+        if len(options := _options(group)) > 1:
+            lines.append((group, "|".join(options), "a group of settings, chosen by name"))
     for name in _options("algorithm"):
         lines += _describe(root.joinpath("algorithm", f"{name}.yaml").read_text(encoding="utf-8"), "algorithm.", name)
     width = max(len(name) for name, _, _ in lines)
@@ -190,12 +191,24 @@ def _explain(error: Exception, words: list[str]) -> str:
 
 
 def _unknown(name: str, config: DictConfig) -> str:
-    known = _names(OmegaConf.to_container(config, resolve=False), "")
-    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(
-        name.rpartition(".")[2], [k for k in known if "." in k and k.endswith(name.rpartition(".")[2])], n=1, cutoff=0
-    )
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = _nearest(name, _names(OmegaConf.to_container(config, resolve=False), ""))
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return f"unknown setting {name}{hint} (`millpond train --help` lists them all)"
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """The settings that are meant, most likely: of the same group first, by its letters or by whole words of it."""
+    group, _, last = name.rpartition(".")
+    parts = {one: one.rpartition(".") for one in known}
+    inside = {part: one for one, (parent, _, part) in parts.items() if parent == group}
+    words, close = set(last.split("_")), difflib.get_close_matches(last, {part for _, _, part in parts.values()}, n=1)
+    return (
+        [inside[part] for part in difflib.get_close_matches(last, inside, n=1)]
+        or [one for part, one in inside.items() if words <= set(part.split("_"))]
+        or [one for one, (_, _, part) in parts.items() if part in close]
+        or [one for one, (_, _, part) in parts.items() if words <= set(part.split("_"))]
+        or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    )[:3]
 
 
 def _names(values: Any, prefix: str) -> list[str]:

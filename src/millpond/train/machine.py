@@ -52,7 +52,7 @@ def command_line(words: Sequence[str] | None = None) -> str:
     """The command as somebody could type it again."""
     words = list(sys.argv if words is None else words)
     name = Path(words[0]).name if words else "python"
-    return shlex.join(["millpond" if name == "cli.py" else name, *words[1:]])
+    return shlex.join(["millpond" if name in ("cli.py", "__main__.py") else name, *words[1:]])
 
 
 class MemoryMeter:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TextIO
 
 PLAIN_INTERVAL_S = 10.0
+_NARROWEST_BAR = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +86,10 @@ class LiveProgress:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._left = TimeLeft(clock)
+        self._column = BarColumn(bar_width=_NARROWEST_BAR)
         self._bar = Progress(
             TextColumn("{task.fields[phase]}"),
-            BarColumn(bar_width=None),
+            self._column,
             TextColumn("{task.percentage:>3.0f} %"),
             TextColumn("{task.fields[numbers]}"),
             console=Console(file=stream),
@@ -100,12 +102,15 @@ class LiveProgress:
     def show(self, moment: Moment) -> None:
         self._left.update(moment)
         with contextlib.suppress(OSError):  # the terminal may be closed, and the run go on
+            room = self._bar.console.width - len(f"{moment.phase}  100 %  ")  # what numbers and bar share
+            shown = fitting(numbers(moment, self._left()), room - _NARROWEST_BAR)
+            self._column.bar_width = max(_NARROWEST_BAR, room - len(shown))
             self._bar.update(
                 self._task,
                 completed=moment.frames,
                 total=moment.total_frames,
                 phase=moment.phase,
-                numbers="  ".join(numbers(moment, self._left())),
+                numbers=shown,
             )
             self._bar.refresh()
 
@@ -152,16 +157,21 @@ def describe(moment: Moment, left_s: float | None) -> str:
 
 
 def numbers(moment: Moment, left_s: float | None) -> list[str]:
-    """The parts that both kinds of progress show."""
-    parts = []
-    if moment.frames_per_s is not None:
-        parts.append(f"{moment.frames_per_s:,.0f} frames/s")
-    if moment.updates_per_s is not None:
-        parts.append(f"{moment.updates_per_s:,.0f} updates/s")
-    parts.append(f"replay {moment.replay_size:,}")
-    parts.append("return –" if moment.eval_return is None else f"return {moment.eval_return:,.1f}")
+    """The parts that both kinds of progress show, what a person looks at first in front."""
+    parts = ["return –" if moment.eval_return is None else f"return {moment.eval_return:,.1f}"]
     if left_s is not None:
         minutes, seconds = divmod(round(left_s), 60)
         hours, minutes = divmod(minutes, 60)
         parts.append(f"left {hours}:{minutes:02d}:{seconds:02d}" if hours else f"left {minutes}:{seconds:02d}")
-    return parts
+    if moment.frames_per_s is not None:
+        parts.append(f"{moment.frames_per_s:,.0f} frames/s")
+    if moment.updates_per_s is not None:
+        parts.append(f"{moment.updates_per_s:,.0f} updates/s")
+    return [*parts, f"replay {moment.replay_size:,}"]
+
+
+def fitting(parts: list[str], width: int) -> str:
+    """As many of the first parts as a line of ``width`` characters holds."""
+    while parts and len("  ".join(parts)) > width:
+        parts = parts[:-1]
+    return "  ".join(parts)

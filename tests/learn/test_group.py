@@ -54,7 +54,8 @@ def test_two_ranks_learn_what_one_process_learns(name: str) -> None:
             batch = batch_for(name, 48, seed=step)
             alone.advance(step)
             expected = alone.update(batch.clone())
-            metrics = group.step(batch, frames=step)
+            group.advance(step)
+            metrics = group.update(batch)
             assert metrics.keys() == expected.keys()
             for key, value in expected.items():
                 torch.testing.assert_close(metrics[key], value, rtol=1e-3, atol=1e-4)
@@ -69,7 +70,7 @@ def test_more_ranks_learn_the_same(world_size: int) -> None:
         for step in range(50):
             batch = batch_for("sac", 48, seed=step)
             alone.update(batch.clone())
-            group.step(batch)
+            group.update(batch)
     assert furthest(snapshot(alone), snapshot(together)) <= 1e-5
 
 
@@ -102,7 +103,7 @@ def test_replay_counts_draws_and_weighs_as_for_one_process(kind: str) -> None:
     one, two = replay_of(kind), replay_of(kind)
     learner = Learner(alone, one, batch_size=48)
     with group_of(together, "td3", 2) as group:
-        learners = Learner(together, two, batch_size=48, group=group)
+        learners = Learner(group, two, batch_size=48)
         for _ in range(20):
             learner.step(timeout=0)
             learners.step(timeout=0)
@@ -126,7 +127,7 @@ def test_ranks_begin_with_the_state_of_rank_0() -> None:
     with group_of(together, "sac", 2) as group:
         for step in range(5):
             alone.update(batch_for("sac", 48, seed=step))
-            group.step(batch_for("sac", 48, seed=step))
+            group.update(batch_for("sac", 48, seed=step))
     assert furthest(snapshot(alone), snapshot(together)) <= 1e-5
 
 
@@ -138,7 +139,7 @@ def test_a_batch_with_other_fields_is_learned_from_too() -> None:
             if step % 2:
                 batch["priority_weight"] = torch.linspace(0.1, 1, 48)
             alone.update(batch.clone())
-            group.step(batch)
+            group.update(batch)
     assert furthest(snapshot(alone), snapshot(together)) <= 1e-5
 
 
@@ -165,7 +166,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     algorithm = make("sac")
     arguments = {"world_size": 2, "batch_size": 64, **options}
     with pytest.raises(kind, match=words):
-        LearnerGroup(algorithm, functools.partial(made, "sac"), **arguments)
+        LearnerGroup(algorithm, functools.partial(made, "sac"), **arguments).start()
 
 
 def test_an_algorithm_that_cannot_share_its_gradients_is_refused() -> None:
@@ -180,11 +181,11 @@ def test_a_batch_that_cannot_be_split_is_refused_and_the_next_one_learned_from()
     algorithm = make("sac")
     with group_of(algorithm, "sac", 2) as group:
         with pytest.raises(InvalidArgument, match="drop_last"):
-            group.step(batch_for("sac", 47))
-        group.step(batch_for("sac", 48))
+            group.update(batch_for("sac", 47))
+        group.update(batch_for("sac", 48))
     assert algorithm.steps == 1
     with pytest.raises(BufferClosed):
-        group.step(batch_for("sac", 48))
+        group.update(batch_for("sac", 48))
 
 
 def test_ranks_with_other_networks_are_refused() -> None:
@@ -238,18 +239,18 @@ def test_one_failing_rank_ends_the_group(deed: str, words: str) -> None:
     algorithm = Faulty(deed)
     group = LearnerGroup(algorithm, functools.partial(faulty, deed), world_size=3, batch_size=48, timeout=3)
     for step in range(2):
-        group.step(batch_for("td3", 48, seed=step))
+        group.update(batch_for("td3", 48, seed=step))
     learned = snapshot(algorithm)
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=words) as failure:
-        group.step(batch_for("td3", 48, seed=2))
+        group.update(batch_for("td3", 48, seed=2))
     assert time.monotonic() - began < ENDS_S
     if deed in ("raise", "hang"):
         assert "in update" in str(failure.value)
     after = snapshot(algorithm)
     assert all(torch.equal(learned[key], after[key]) for key in learned if not key.startswith("generator"))
     with pytest.raises(WorkerFailed, match=words):
-        group.step(batch_for("td3", 48, seed=3))
+        group.update(batch_for("td3", 48, seed=3))
     group.close()
     algorithm.update(batch_for("td3", 48))  # alone it goes on
 
@@ -263,19 +264,19 @@ def test_a_rank_that_cannot_begin_ends_the_group_with_its_traceback() -> None:
         raise KeyError("no such network")
 
     with pytest.raises(WorkerFailed, match="no such network"):
-        LearnerGroup(make("sac"), unable, world_size=2, batch_size=48)
+        LearnerGroup(make("sac"), unable, world_size=2, batch_size=48).start()
 
 
 @pytest.mark.parametrize("row", usually([3, 40], 40))
 def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(row: int) -> None:
     algorithm = make("sac")
     group = group_of(algorithm, "sac", 2)
-    group.step(batch_for("sac", 48))
+    group.update(batch_for("sac", 48))
     learned = snapshot(algorithm)
     batch = batch_for("sac", 48, seed=1)
     batch["next", "reward"][row] = float("nan")
     with pytest.raises(NonFinite, match="reward"):
-        group.step(batch)
+        group.update(batch)
     after = snapshot(algorithm)
     assert all(torch.equal(learned[key], after[key]) for key in learned if not key.startswith("generator"))
     group.close()
@@ -285,7 +286,7 @@ def test_ranks_end_when_rank_0_is_killed() -> None:
     script = (
         "import sys; sys.path.insert(0, '.')\n"
         "from tests.learn.test_group import *\n"
-        "group = group_of(make('sac'), 'sac', 3)\n"
+        "group = group_of(make('sac'), 'sac', 3)\ngroup.start()\n"
         "print(*[process.pid for process in group._ranks._processes.values()], flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -320,7 +321,7 @@ else:
         for step in range(10):
             batch = batch_for("sac", 48, seed=step)
             alone.update(batch.clone())
-            group.step(batch)
+            group.update(batch)
     print("DIFFERENCE", furthest(snapshot(alone), snapshot(together)))
 """
 

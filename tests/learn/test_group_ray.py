@@ -24,7 +24,7 @@ def test_actors_learn_what_one_process_learns(name: str) -> None:
         for step in range(50):
             batch = batch_for(name, 48, seed=step)
             alone.update(batch.clone())
-            group.step(batch)
+            group.update(batch)
     assert furthest(snapshot(alone), snapshot(together)) <= 1e-5
 
 
@@ -35,10 +35,10 @@ def test_one_failing_actor_ends_the_group(deed: str) -> None:
         algorithm, functools.partial(faulty, deed), world_size=3, batch_size=48, launch="ray", timeout=3
     )
     for step in range(2):
-        group.step(batch_for("td3", 48, seed=step))
+        group.update(batch_for("td3", 48, seed=step))
     began = time.monotonic()
     words = {"raise": "ZeroDivisionError: on purpose", "die": "rank 1 of 3", "hang": "rank 1 of 3 did not answer"}
     with pytest.raises(WorkerFailed, match=words[deed]):
-        group.step(batch_for("td3", 48, seed=2))
+        group.update(batch_for("td3", 48, seed=2))
     assert time.monotonic() - began < ENDS_S
     group.close()

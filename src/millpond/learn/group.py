@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from millpond.algos.flat import Shard
 from millpond.core import errors
@@ -20,7 +20,7 @@ from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType, Sch
 from millpond.core.schema import Schema
 from millpond.learn.collective import Broken, Collective, Store, to_bytes
 from millpond.learn.launch import ProcessRanks, Ranks, RayRanks, Torchrun, torchrun_environment
-from millpond.learn.rank import END, SCHEMA, STEP, TIMES, MakeAlgorithm, RankSpec, as_numbers, run, timed_update
+from millpond.learn.rank import END, SCHEMA, STATE, STEP, TIMES, MakeAlgorithm, RankSpec, as_numbers, run, timed_update
 
 Launch = Literal["process", "ray", "torchrun"]
 LAUNCHES = ("process", "ray", "torchrun")
@@ -29,14 +29,16 @@ _LEFT_OUT = ("index", "generation", "buffer_id")  # who learned from what is ran
 
 
 class LearnerGroup:
-    """``world_size`` ranks, of which this process is rank 0.
+    """An ``Algorithm`` that ``world_size`` ranks carry out, of which this process is rank 0.
 
     Rank 0 draws each batch, once and whole, so that replay counts, limits and weighs it as that of one process. Rank r
     gets rows ``r·B/w … (r+1)·B/w-1``; gradients are averaged before any rank applies them, so all ranks make the same
     steps. Rank 0's state is sent to the others at the start.
 
-    A rank that raises, dies, or does not answer for ``timeout`` seconds ends the group: `step` raises on rank 0, and
+    A rank that raises, dies, or does not answer for ``timeout`` seconds ends the group: `update` raises on rank 0, and
     the others end. What rank 0 holds then is the result of the last whole step.
+
+    The other ranks begin with `start`, or with the first update.
 
     Args:
         algorithm: rank 0's; any that has ``shard`` and gives it its gradients, as those of ``millpond.algos`` do.
@@ -52,9 +54,7 @@ class LearnerGroup:
         ray_options: of each actor, such as ``{"num_gpus": 1}``.
 
     Raises:
-        InvalidArgument: sizes that do not fit each other, before anything was started.
-        DeadlineExceeded: not all ranks came within ``start_timeout``.
-        WorkerFailed, or an error of millpond's: what a rank raised on its way in.
+        InvalidArgument, InvalidType: sizes that do not fit each other, before anything was started.
     """
 
     def __init__(
@@ -98,31 +98,47 @@ class LearnerGroup:
             start_timeout_s=start_timeout,
         )
         self._ranks: Ranks = _launcher(launch, ray_options)
-        try:
-            self._start()
-        except BaseException as problem:
-            failure = self._explained(problem) if isinstance(problem, Broken | errors.DeadlineExceeded) else problem
-            self._leave(kill=True)
-            if failure is problem:
-                raise
-            raise failure from None
+        self._frames = 0
+        self._closed = False
 
-    def _start(self) -> None:
-        self._spec, self._store = self._ranks.prepare(self._spec)
-        others = [self._of_rank(rank) for rank in range(1, self.world_size)]
-        self._ranks.start(others)
-        self._collective = self._spec.meet(self._store, self._watch)
+    def start(self) -> None:
+        """Start the other ranks, with rank 0's state. Started already, nothing happens.
+
+        Raises:
+            DeadlineExceeded: not all ranks came within ``start_timeout``.
+            WorkerFailed, or an error of millpond's: what a rank raised on its way in.
+            BufferClosed: the group was closed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise BufferClosed("this learner group was closed")
+        if self._collective is not None:
+            return
+        try:
+            self._spec, self._store = self._ranks.prepare(self._spec)
+            self._ranks.start([self._of_rank(rank) for rank in range(1, self.world_size)])
+            self._collective = self._spec.meet(self._store, self._watch)
+            self._send_state()
+            self.algorithm.shard = Shard(0, self.world_size, self._collective.mean)
+        except BaseException as problem:
+            self._leave(kill=True)
+            if isinstance(problem, Broken):
+                self._failure = self._explained(problem)
+                raise self._failure from None
+            raise
+
+    def _send_state(self) -> None:
         state = to_bytes(self.algorithm.state_dict())
-        self._tell([STEP, len(state), 0, 0], state)
-        self.algorithm.shard = Shard(0, self.world_size, self._collective.mean)
+        self._tell([STATE, len(state), 0, 0], state)
 
     def _of_rank(self, rank: int) -> RankSpec:
         device = f"cuda:{rank}" if self._spec.nccl and isinstance(self._ranks, ProcessRanks) else self._spec.device
         return replace(self._spec, rank=rank, device=device)
 
     # ------------------------------------------------------------------ one step
-    def step(self, batch: TensorDictBase, *, frames: int = 0) -> dict[str, Tensor]:
-        """One update of all ranks on ``batch [B]``; ``frames`` is what `Algorithm.advance` is told.
+    def update(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """One update of all ranks on ``batch [B]``.
 
         Returns the metrics of the whole batch: means over the ranks, and ``td_error [B]`` in the batch's order.
 
@@ -132,6 +148,7 @@ class LearnerGroup:
             WorkerFailed: a rank failed, died or hangs, with its traceback. The group has ended.
             BufferClosed: the group was closed.
         """
+        self.start()
         collective = self._usable()
         rows, left = divmod(len(batch), self.world_size)
         if left or not rows:
@@ -142,8 +159,7 @@ class LearnerGroup:
         fields = batch.exclude(*_LEFT_OUT).to("cpu") if self._spec.nccl else batch.exclude(*_LEFT_OUT)
         try:
             began = time.perf_counter()
-            sent = self._send(fields, rows, frames)
-            self.algorithm.advance(frames)
+            sent = self._send(fields, rows)
             shared = time.perf_counter() - began
             mine = timed_update(self.algorithm, fields[:rows].to(self._spec.device), collective)
             collective.wait(sent)
@@ -154,11 +170,12 @@ class LearnerGroup:
             self._failure = self._explained(problem)
             self._leave(kill=True)
             raise self._failure from None
-        except BaseException:  # this rank's own: the others must not wait for it
+        except BaseException as problem:  # this rank's own: the others must not wait for it
+            self._failure = problem
             self._leave(kill=True)
             raise
 
-    def _send(self, fields: Any, rows: int, frames: int) -> list[Any]:
+    def _send(self, fields: Any, rows: int) -> list[Any]:
         collective = self._usable()
         others = fields[rows:]
         try:
@@ -172,7 +189,7 @@ class LearnerGroup:
             packed = self._schema.pack(others)
         sent = []
         for rank in range(1, self.world_size):
-            sent.append(collective.send_order([STEP, rows, frames, 0], rank))
+            sent.append(collective.send_order([STEP, rows, self._frames, 0], rank))
             sent.append(collective.send_rows(packed[(rank - 1) * rows : rank * rows], rank))
         return sent
 
@@ -199,11 +216,47 @@ class LearnerGroup:
         collective.wait(sent)
 
     def _usable(self) -> Collective:
-        if self._failure is not None:
-            raise self._failure
-        if self._collective is None:
-            raise BufferClosed("this learner group was closed")
+        assert self._collective is not None
         return self._collective
+
+    # ------------------------------------------------------------------ the rest of an algorithm is rank 0's
+    @property
+    def policy(self) -> nn.Module:
+        """Rank 0's."""
+        policy: nn.Module = self.algorithm.policy
+        return policy
+
+    @property
+    def published(self) -> nn.Module:
+        """Rank 0's."""
+        published: nn.Module = self.algorithm.published
+        return published
+
+    @property
+    def steps(self) -> int:
+        """Updates that were applied, ever; by all ranks."""
+        return int(self.algorithm.steps)
+
+    def evaluation_policy(self) -> nn.Module:
+        """On rank 0's weights."""
+        policy: nn.Module = self.algorithm.evaluation_policy()
+        return policy
+
+    def advance(self, frames: int) -> None:
+        """All ranks hear of it with the next update."""
+        self._frames = frames
+        self.algorithm.advance(frames)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Rank 0's, which is everybody's."""
+        state: dict[str, Tensor] = self.algorithm.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """As that of the algorithm; the other ranks get it too."""
+        self.algorithm.load_state_dict(state)
+        if self._collective is not None:
+            self._send_state()
 
     # ------------------------------------------------------------------ the end
     def _explained(self, problem: BaseException) -> BaseException:
@@ -251,6 +304,7 @@ class LearnerGroup:
 
     def _leave(self, *, kill: bool) -> None:
         collective, self._collective = self._collective, None
+        self._closed = True
         self.algorithm.shard = Shard()
         if collective is not None:
             if not kill:
@@ -263,6 +317,7 @@ class LearnerGroup:
 
     def close(self) -> None:
         """Let the other ranks end, and wait until they have. ``algorithm`` stays usable, alone. Twice is fine."""
+        self._closed = True
         if self._collective is not None:
             self._leave(kill=False)
 

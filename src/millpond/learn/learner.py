@@ -1,18 +1,14 @@
-"""Learning, on one rank or as rank 0 of a group: sample, update, publish, report."""
+"""Learning, on one rank or as rank 0 of a `LearnerGroup`: sample, update, publish, report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from millpond.core.errors import InvalidArgument
 from millpond.core.roles import Algorithm, Board, CancelEvent, Replay
-
-if TYPE_CHECKING:
-    from millpond.learn.group import LearnerGroup
 
 
 class Learner:
@@ -22,7 +18,7 @@ class Learner:
     by `finish` after the last one, so that at the end the published version equals the optimizer steps.
 
     Args:
-        algorithm: what is updated, in place.
+        algorithm: what is updated, in place; a `LearnerGroup` where several ranks learn.
         replay: where batches come from; a ``ReplayBuffer``, a client of one, or a ``SampleStream``.
         board: where weights go; None publishes nothing.
         batch_size: items per update; those of all ranks together.
@@ -30,10 +26,9 @@ class Learner:
         device: where batches are moved; None leaves them where replay puts them.
         frames: how many frames were collected so far, for exploration schedules; by default ``replay.write_count``,
             which is the same where an item is one transition.
-        group: the other ranks, where there are any; its algorithm is this one.
 
     Raises:
-        InvalidArgument: a number below 1, or a group that is made for another batch size or algorithm.
+        InvalidArgument: a number below 1.
     """
 
     def __init__(
@@ -46,15 +41,9 @@ class Learner:
         publish_every: int = 1,
         device: str | None = None,
         frames: Callable[[], int] | None = None,
-        group: LearnerGroup | None = None,
     ) -> None:
         if batch_size < 1 or publish_every < 1:
             raise InvalidArgument(f"batch_size and publish_every must be at least 1, got {batch_size}, {publish_every}")
-        if group is not None and (group.batch_size != batch_size or group.algorithm is not algorithm):
-            raise InvalidArgument(
-                f"the group splits batches of {group.batch_size} for its own algorithm; this learner has batch_size="
-                f"{batch_size}, and {'the same' if group.algorithm is algorithm else 'another'} algorithm"
-            )
         self.algorithm = algorithm
         self.batch: TensorDictBase | None = None
         """The batch of the last update, for whoever measures what was learned from."""
@@ -64,7 +53,6 @@ class Learner:
         self._publish_every = publish_every
         self._device = device
         self._frames = frames or (lambda: replay.write_count)
-        self._group = group
 
     def step(self, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> dict[str, Tensor]:
         """Wait for a batch, learn from it, and return the algorithm's metrics: detached scalars by namespaced name.
@@ -78,11 +66,8 @@ class Learner:
         """
         batch = self._replay.sample(self._batch_size, wait=True, timeout=timeout, cancel_event=cancel_event)
         self.batch = batch if self._device is None else batch.to(self._device)
-        if self._group is None:
-            self.algorithm.advance(self._frames())
-            metrics = self.algorithm.update(self.batch)
-        else:
-            metrics = self._group.step(self.batch, frames=self._frames())
+        self.algorithm.advance(self._frames())
+        metrics = self.algorithm.update(self.batch)
         td_error = metrics.pop("td_error", None)
         if td_error is not None and batch.get("priority_weight", None) is not None:
             self._replay.update_priority(batch, td_error.to(batch.device or "cpu"))

@@ -23,7 +23,7 @@ from millpond.core.schema import Schema
 from millpond.learn.collective import Broken, Collective, FileStore, Store, TCPStore, await_keys, from_bytes
 from millpond.shm.family import belong_to
 
-STEP, SCHEMA, END = 1, 2, 3  # what an order asks for
+STATE, SCHEMA, STEP, END = 1, 2, 3, 4  # what an order asks for
 TIMES = 3  # seconds of waiting, computing and reducing, before the metrics of a step
 MakeAlgorithm = Callable[[str], Any]  # from a device to an algorithm
 
@@ -93,14 +93,15 @@ class RankLoop:
     def run(self) -> None:
         """Returns at the end. Whatever it raises is the end of the group."""
         collective = self._collective
-        size = collective.receive_order()[1]
-        self._algorithm.load_state_dict(from_bytes(collective.receive_rows((size,))))
         self._algorithm.shard = Shard(self._spec.rank, self._spec.world_size, collective.mean)
         while True:
             began = time.perf_counter()
             kind, rows, frames, _ = collective.receive_order()
             if kind == END:
                 return
+            if kind == STATE:
+                self._algorithm.load_state_dict(from_bytes(collective.receive_rows((rows,))))
+                continue
             if kind == SCHEMA:
                 self._schema = Schema.from_json(bytes(collective.receive_rows((rows,)).numpy()).decode())
                 continue

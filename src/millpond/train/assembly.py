@@ -21,8 +21,10 @@ from millpond.core.spec import EnvSpec
 from millpond.envs import Stepper, env_spec, make
 from millpond.envs.normalize import ObservedEnv, RunningStatistics
 from millpond.flow.limiter import Flow
+from millpond.learn.group import LearnerGroup
 from millpond.replay import ReplayBuffer
-from millpond.train.normalizing import algorithm_of, statistics_size
+from millpond.train.algorithms import make_algorithm
+from millpond.train.normalizing import normalized, statistics_size
 from millpond.train.settings import EnvSettings, Settings
 from millpond.weights import WeightBoard
 
@@ -82,7 +84,7 @@ def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
             max_debt=settings.max_debt,
         ),
         schema=schema,
-        device=None if settings.learner.device == "cpu" else settings.learner.device,
+        device=None if settings.learner.device == "cpu" or settings.learner.world_size > 1 else settings.learner.device,
         seed=settings.seed,
         shared=not settings.synchronous,
     )
@@ -99,6 +101,8 @@ class Parts:
     collector: Any = None  # Collector | MultiCollector
     board: WeightBoard | None = None
     budget: FrameBudget | None = None
+    group: LearnerGroup | None = None
+    """The ranks that learn, where there are several."""
     statistics: RunningStatistics | None = None
     """What all environments have shown, where observations are normalised."""
     lives: int = 1
@@ -117,9 +121,14 @@ class Parts:
             statistics = None
             if settings.normalize_observations:
                 statistics = closing.enter_context(RunningStatistics(statistics_size(world.spec)))
-            algorithm = algorithm_of(settings, world.spec, statistics=statistics, device=device)
-            parts = cls(settings, world, algorithm, make_replay(settings, world.schema), statistics=statistics)
+            group = make_group(settings, world.spec)
+            alone = group or make_algorithm(settings.algorithm, world.spec, seed=settings.seed, device=device)
+            algorithm = normalized(settings, alone, world.spec, statistics=statistics, device=device)
+            parts = cls(settings, world, algorithm, make_replay(settings, world.schema), group=group)
+            parts.statistics = statistics
             closing.callback(parts.replay.close)
+            if group is not None:
+                closing.callback(group.close)
             parts._closing = closing.pop_all()
         return parts
 
@@ -192,6 +201,26 @@ class Parts:
             self.stop_collecting()
         finally:
             self._closing.close()
+
+
+def make_group(settings: Settings, spec: EnvSpec) -> LearnerGroup | None:
+    """Rank 0 of ``learner.world_size``; the others start when the group does. None: there are none."""
+    learner, seed = settings.learner, settings.seed
+    if learner.world_size == 1:
+        return None
+    make_one = functools.partial(_algorithm_on, settings.algorithm, spec, seed)
+    return LearnerGroup(
+        make_one(learner.device if learner.backend == "gloo" else "cuda:0"),
+        make_one,
+        world_size=learner.world_size,
+        batch_size=settings.replay.batch_size,
+        backend=learner.backend,
+        threads=learner.threads,
+    )
+
+
+def _algorithm_on(algorithm: dict[str, Any], spec: EnvSpec, seed: int, device: str) -> Algorithm:
+    return make_algorithm(algorithm, spec, seed=seed, device=device)
 
 
 def acting_copy(policy: nn.Module, *, device: str) -> nn.Module:

@@ -44,6 +44,13 @@ def algorithm_of(settings: Settings, spec: EnvSpec, *, statistics: RunningStatis
         InvalidArgument: what ``make_algorithm`` raises.
     """
     algorithm = make_algorithm(settings.algorithm, spec, seed=settings.seed, device=device)
+    return normalized(settings, algorithm, spec, statistics=statistics, device=device)
+
+
+def normalized(
+    settings: Settings, algorithm: Algorithm, spec: EnvSpec, *, statistics: RunningStatistics | None, device: str
+) -> Algorithm:
+    """``algorithm`` itself; where ``settings`` say so, as one that sees normalised observations only."""
     if not settings.normalize_observations:
         return algorithm
     return NormalizedAlgorithm(algorithm, spec, statistics, device=device)

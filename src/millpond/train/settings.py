@@ -246,6 +246,7 @@ _LEAST: dict[str, int] = {
     "collect.random_frames": 0,
     "collect.max_restarts": 0,
     "collect.stall_timeout": 1,
+    "learner.world_size": 1,
     "learner.threads": 1,
     "learner.publish_interval": 1,
     "eval.interval_frames": 0,
@@ -278,6 +279,7 @@ def _check_choices(settings: Settings) -> None:
         ("execution.mode", settings.execution.mode, ("async", "sync")),
         ("replay.transport", settings.replay.transport, ("shm",)),
         ("replay.layout", settings.replay.layout, ("transitions",)),
+        ("learner.backend", settings.learner.backend, ("gloo", "nccl")),
         ("logger.mode", settings.logger.mode, ("offline", "online", "disabled")),
     ):
         if value not in choices:
@@ -286,12 +288,17 @@ def _check_choices(settings: Settings) -> None:
         raise InvalidArgument("algorithm.name must name an algorithm")
     if settings.synchronous and settings.learner.device != "cpu":
         raise InvalidArgument(f"execution.mode=sync needs learner.device=cpu, got {settings.learner.device!r}")
-    if settings.learner.world_size != 1:
-        raise InvalidArgument(f"learner.world_size must be 1, got {settings.learner.world_size}")
+    if settings.learner.backend == "nccl" and settings.learner.device == "cpu":
+        raise InvalidArgument("learner.backend=nccl needs learner.device=cuda: gradients travel between GPUs")
 
 
 def _check_sizes(settings: Settings) -> None:
     replay = settings.replay
+    if replay.batch_size % settings.learner.world_size:
+        raise InvalidArgument(
+            f"replay.batch_size={replay.batch_size} is the batch of all ranks together, and"
+            f" learner.world_size={settings.learner.world_size} does not divide it"
+        )
     if replay.learning_starts >= settings.total_frames:
         raise InvalidArgument(
             f"replay.learning_starts={replay.learning_starts} leaves no frame of total_frames={settings.total_frames}"

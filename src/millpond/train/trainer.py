@@ -85,6 +85,8 @@ class Trainer:
             return
         self.ended = False
         reporter.tick(phase="start")
+        if parts.group is not None:
+            parts.group.start()
         if self._again is not None:
             self._evaluate(film=self._again["film"], frames=self._again["frames"])
         elif not self._begun and parts.frames == 0:

@@ -214,7 +214,7 @@ def make_group(settings: Settings, spec: EnvSpec) -> LearnerGroup | None:
         make_one,
         world_size=learner.world_size,
         batch_size=settings.replay.batch_size,
-        backend=learner.backend,
+        backend="nccl" if learner.backend == "nccl" else "gloo",
         threads=learner.threads,
     )
 

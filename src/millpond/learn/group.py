@@ -121,11 +121,12 @@ class LearnerGroup:
             self._collective = self._spec.meet(self._store, self._watch)
             self._send_state()
             self.algorithm.shard = Shard(0, self.world_size, self._collective.mean)
-        except BaseException as problem:
+        except Broken as problem:
+            self._failure = self._explained(problem)
             self._leave(kill=True)
-            if isinstance(problem, Broken):
-                self._failure = self._explained(problem)
-                raise self._failure from None
+            raise self._failure from None
+        except BaseException:
+            self._leave(kill=True)
             raise
 
     def _send_state(self) -> None:
@@ -303,7 +304,7 @@ class LearnerGroup:
             return {}
 
     def _leave(self, *, kill: bool) -> None:
-        collective, self._collective = self._collective, None
+        collective, self._collective, self._store = self._collective, None, None
         self._closed = True
         self.algorithm.shard = Shard()
         if collective is not None:

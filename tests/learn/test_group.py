@@ -193,7 +193,7 @@ def test_ranks_with_other_networks_are_refused() -> None:
         return make("sac", hidden=(32, 32))
 
     with pytest.raises(InvalidArgument, match="other network sizes"):
-        LearnerGroup(make("sac"), wider, world_size=2, batch_size=48).start()
+        LearnerGroup(make("sac"), wider, world_size=2, batch_size=48).update(batch_for("sac", 48))
 
 
 # ---------------------------------------------------------------------------------------------------- ranks that fail

@@ -2,23 +2,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
-import numpy as np
 import pytest
 import torch
 
 from millpond.algos.ddpg import DDPG
 from millpond.algos.dqn import DQN
 from millpond.algos.sac import SAC
-from millpond.core.errors import Cancelled, InvalidArgument
+from millpond.core.errors import Cancelled
 from millpond.envs import env_spec, make
 from millpond.train.compose import settings_from_overrides
-from millpond.train.evaluation import allow_headless_rendering, film, play
+from millpond.train.evaluation import play
 from millpond.train.evaluator import Evaluator, Task
 from millpond.train.settings import EnvSettings
 
@@ -84,31 +81,6 @@ def test_environments_that_reset_in_the_next_step_give_whole_episodes_too():
 def test_playing_can_be_cancelled():
     with pytest.raises(Cancelled):
         play(learner(PENDULUM).evaluation_policy(), PENDULUM, episodes=1, max_steps=50, seed=7, cancelled=lambda: True)
-
-
-def test_an_environment_that_cannot_be_filmed_says_why_and_leaves_nothing(tmp_path: Path):
-    env = corridor()
-    with pytest.raises(InvalidArgument, match="cannot make the environment|cannot be filmed here"):
-        film(learner(env).evaluation_policy(), env, tmp_path / "a.mp4", steps=3, seed=0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_film_goes_on_after_the_robot_has_fallen(tmp_path: Path):
-    hopper = EnvSettings(id="Hopper-v5", kwargs={})
-    policy = learner(hopper).evaluation_policy()
-    steps = 100
-    assert max(play(policy, hopper, episodes=1, max_steps=steps, seed=0).lengths) < steps  # it falls before
-    allow_headless_rendering()
-    try:
-        film(policy, hopper, tmp_path / "a.mp4", steps=steps, seed=0)
-    except InvalidArgument as error:
-        pytest.skip(f"this machine cannot render: {error}")
-    assert imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "a.mp4"))[0] == steps
-    decode = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", str(tmp_path / "a.mp4")]
-    raw = subprocess.run([*decode, "-f", "rawvideo", "-pix_fmt", "gray", "-"], capture_output=True, check=True).stdout
-    last = np.frombuffer(raw, np.uint8)[-len(raw) // steps :]
-    assert last.std() > 5  # a picture of something
-    assert [path.name for path in tmp_path.iterdir()] == ["a.mp4"]
 
 
 # ------------------------------------------------------------------ in a process of its own

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millpond.core.errors import InvalidArgument
-from millpond.train.loggers import EventsFile, Loggers, MetricsFile, format_number, read_metrics, require_wandb
+from millpond.train.loggers import EventsFile, Loggers, MetricsFile, format_number, read_metrics
 
 
 def test_columns_are_stable_and_absent_values_are_empty(tmp_path: Path):
@@ -89,19 +88,3 @@ def test_tensorboard_reads_the_events(tmp_path: Path):
     accumulator.Reload()
     assert accumulator.Tags()["scalars"] == ["loss/a"]
     assert [(event.step, event.value) for event in accumulator.Scalars("loss/a")] == [(10, 0.5), (20, 0.25)]
-
-
-def test_without_wandb_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(InvalidArgument, match="needs the package wandb"):
-        require_wandb()
-
-
-def test_wandb_works_without_a_network(tmp_path: Path):
-    pytest.importorskip("wandb", reason="needs the package wandb")
-    from millpond.train.loggers import WandbRun
-
-    run = WandbRun(tmp_path, config={"seed": 1}, project="millpond", group=None, name=None, mode="offline")
-    run.write(10, {"loss/a": 0.5})
-    run.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

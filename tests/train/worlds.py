@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 import time
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -88,5 +89,50 @@ class Unbounded(Corridor):
         self.action_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
-for kind in (Corridor, Strange, Unbounded):
+class Strict(Corridor):
+    """Draws its time, and refuses whatever Gymnasium calls undefined; ``simulation`` makes it look like MuJoCo's.
+
+    With ``how`` its pictures are none: ``none``, ``text`` or ``raise``.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 25}
+
+    def __init__(
+        self,
+        *,
+        render_mode: str | None = None,
+        simulation: bool = False,
+        dt: Any = None,
+        how: str = "",
+        length: int = 4,
+    ) -> None:
+        super().__init__(length=length)
+        self.render_mode, self.ready, self.total, self.resets, self.how = render_mode, False, 0, 0, how
+        if simulation:
+            self.model, self.data = types.SimpleNamespace(opt=None), None
+        if dt is not None:
+            self.dt = dt
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.ready = True
+        self.resets += 1
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.ready:
+            raise RuntimeError("step() after the end: reset first")
+        self.total += 1
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.ready = not terminated
+        return observation, reward, terminated, truncated, info
+
+    def render(self) -> Any:
+        if self.how == "raise":
+            raise RuntimeError("no screen")
+        if self.how:
+            return {"none": None, "text": "a picture"}[self.how]
+        return np.full((32, 32, 3), 8 * self.total % 256, np.uint8)
+
+
+for kind in (Corridor, Strange, Unbounded, Strict):
     gymnasium.register(f"{kind.__name__}-v0", entry_point=kind)

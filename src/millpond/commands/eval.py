@@ -10,7 +10,8 @@ from pathlib import Path
 
 from millpond.core.errors import InvalidArgument
 from millpond.train.compose import settings_from_file
-from millpond.train.evaluation import allow_headless_rendering, film, play
+from millpond.train.evaluation import play
+from millpond.train.filming import allow_headless_rendering, check_filming, film
 from millpond.train.policy import load_policy
 from millpond.train.run_state import RunDirectory
 
@@ -34,6 +35,8 @@ def main(words: Sequence[str]) -> int:
     allow_headless_rendering()
     policy = load_policy(asked.run, checkpoint=asked.checkpoint)
     settings = settings_from_file(RunDirectory.open(asked.run).config)
+    if asked.video is not None:
+        check_filming(settings.env, asked.video)
     played = play(
         policy,
         settings.env,

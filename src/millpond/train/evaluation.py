@@ -1,15 +1,11 @@
-"""How good a policy is, and what it looks like: episodes without exploration, and a video of one environment."""
+"""How good a policy is: episodes without exploration."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from millpond.core.errors import Cancelled, InvalidArgument
-from millpond.core.extras import extra
+from millpond.core.errors import Cancelled
 from millpond.envs import Stepper, make
 from millpond.train.settings import EnvSettings
 
@@ -51,7 +46,8 @@ class Episodes:
         return row
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Nobody cancels."""
     return False
 
 
@@ -62,7 +58,7 @@ def play(
     episodes: int,
     max_steps: int,
     seed: int,
-    cancelled: Callable[[], bool] = _never,
+    cancelled: Callable[[], bool] = never,
 ) -> Episodes:
     """Play one episode in each of ``episodes`` environments. The same seed and weights give the same returns.
 
@@ -112,10 +108,11 @@ def _finite(stepper: Stepper, observation: Any) -> npt.NDArray[np.bool_]:
 
 def act(policy: nn.Module, stepper: Stepper, observation: Any) -> Any:
     """The policy's actions for what ``stepper`` observed, as its environments take them."""
-    return policy(_as_tensors(stepper, observation, stepper.num_envs))["action"].numpy()
+    return policy(as_tensors(stepper, observation, stepper.num_envs))["action"].numpy()
 
 
-def _as_tensors(stepper: Stepper, observation: Any, count: int) -> TensorDict:
+def as_tensors(stepper: Stepper, observation: Any, count: int) -> TensorDict:
+    """What ``count`` environments observed, as a policy reads it."""
     data = TensorDict({}, batch_size=[count])
     for leaf in stepper.observation_leaves:
         values = np.asarray(leaf.of(observation))
@@ -124,85 +121,3 @@ def _as_tensors(stepper: Stepper, observation: Any, count: int) -> TensorDict:
             values = np.where(np.isfinite(values), values, 0).astype(values.dtype)
         data.set(("observation", *leaf.key) if leaf.key else "observation", torch.from_numpy(np.array(values)))
     return data
-
-
-def allow_headless_rendering() -> None:
-    """Let MuJoCo render without a display. Works only before it is imported."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
-
-
-def film(
-    policy: nn.Module,
-    env: EnvSettings,
-    path: Path,
-    *,
-    steps: int,
-    seed: int,
-    cancelled: Callable[[], bool] = _never,
-) -> None:
-    """Write an MP4 of ``steps`` steps of one environment, which goes on when the episode is terminated.
-
-    So the film of an early policy shows how it moves, and not many short falls. Only a time limit starts a new episode.
-
-    Raises:
-        InvalidArgument: this environment, or this machine, cannot render; the message says why. No file is left.
-        Cancelled: ``cancelled()`` became true. No file is left.
-    """
-    beside = path.with_name(f".{path.name}")
-    try:
-        world = make(env.id, num_envs=1, kwargs={**env.kwargs, "render_mode": "rgb_array"})
-        try:
-            _film(policy, world, beside, steps, seed, cancelled)
-        finally:
-            world.close()
-        os.replace(beside, path)
-    except (Cancelled, InvalidArgument):
-        raise
-    except Exception as error:  # drivers, codecs and environments fail to render in their own ways
-        raise InvalidArgument(f"{env.id} cannot be filmed here: {type(error).__name__}: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _film(policy: nn.Module, world: Any, path: Path, steps: int, seed: int, cancelled: Callable[[], bool]) -> None:
-    stepper = Stepper(world)
-    (single,) = world.envs  # stepped directly: a vector insists on a reset after termination
-    _render_fast(single)
-    fps = single.metadata.get("render_fps", 30)
-    observation, _ = single.reset(seed=seed)
-    with (
-        warnings.catch_warnings(),
-        _writer(path, fps) as writer,
-    ):
-        warnings.simplefilter("ignore")  # Gymnasium warns of steps after termination
-        for _ in range(steps):
-            if cancelled():
-                raise Cancelled("the film was cancelled")
-            action = policy(_as_tensors(stepper, _batched(stepper, observation), 1))["action"].numpy()[0]
-            observation, _, _, truncated, _ = single.step(action)
-            writer.append_data(single.render())
-            if truncated:
-                observation, _ = single.reset()
-
-
-def _writer(path: Path, fps: float) -> Any:
-    with extra("train"):
-        import imageio.v2 as imageio
-
-    return imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=2)
-
-
-def _render_fast(env: Any) -> None:
-    """Without a GPU, MuJoCo's shadows, reflections and antialiasing take nine tenths of the time of a frame."""
-    model: Any = getattr(env.unwrapped, "model", None)
-    if hasattr(model, "vis") and hasattr(model, "mat_reflectance"):
-        model.vis.quality.shadowsize = 0
-        model.vis.quality.offsamples = 0
-        model.mat_reflectance[:] = 0
-
-
-def _batched(stepper: Stepper, observation: Any) -> Any:
-    from millpond.envs.spaces import nested
-
-    return nested({leaf.key: np.asarray(leaf.of(observation))[None] for leaf in stepper.observation_leaves})

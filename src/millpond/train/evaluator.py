@@ -27,7 +27,8 @@ from millpond.shm import identity
 from millpond.shm.family import belong_to, kill_family, start_family
 from millpond.train import fork_server
 from millpond.train.assembly import acting_copy
-from millpond.train.evaluation import Episodes, allow_headless_rendering, film, play
+from millpond.train.evaluation import Episodes, play
+from millpond.train.filming import allow_headless_rendering, film
 from millpond.train.settings import EnvSettings, EvalSettings
 from millpond.weights import WeightBoard
 

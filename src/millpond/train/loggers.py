@@ -9,15 +9,12 @@ evaluations run beside training, that row comes when they are done, behind rows 
 from __future__ import annotations
 
 import csv
-import importlib
 import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
-
-from millpond.core.errors import InvalidArgument
+from typing import Protocol, TextIO
 
 logger = logging.getLogger("millpond.train")
 INDEX_COLUMNS = ("frames", "updates", "wall_s")
@@ -62,9 +59,11 @@ METRIC_COLUMNS = (
 
 
 class Logger(Protocol):
-    """One destination. ``write`` is called once per report, with finite numbers only."""
+    """One destination. ``write`` is called once per report, with finite numbers only; ``film`` once per video."""
 
     def write(self, frames: int, row: Mapping[str, float]) -> None: ...
+
+    def film(self, frames: int, path: Path) -> None: ...
 
     def close(self) -> None: ...
 
@@ -96,6 +95,9 @@ class MetricsFile:
         cells = {name: format_number(value) for name, value in row.items()} | {"frames": str(frames)}
         self._writer().writerow(cells)
         self._file.flush()
+
+    def film(self, frames: int, path: Path) -> None:
+        """A video is a file of its own."""
 
     def close(self) -> None:
         self._file.close()
@@ -143,54 +145,11 @@ class EventsFile:
                 self._writer.add_scalar(name, value, frames)
         self._writer.flush()
 
+    def film(self, frames: int, path: Path) -> None:
+        """A video is a file of its own."""
+
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbRun:
-    """A Weights & Biases run; ``mode="offline"`` needs no network.
-
-    Raises:
-        InvalidArgument: the package ``wandb`` is not installed.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        config: Mapping[str, Any],
-        project: str,
-        group: str | None,
-        name: str | None,
-        mode: str,
-    ) -> None:
-        wandb = require_wandb()
-        quiet = wandb.Settings(silent=True, console="off")
-        self._run = wandb.init(
-            dir=str(directory),
-            config=dict(config),
-            project=project,
-            group=group,
-            name=name or directory.name,
-            mode=mode,
-            settings=quiet,
-        )
-
-    def write(self, frames: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=frames)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def require_wandb() -> Any:
-    """The module ``wandb``; InvalidArgument, in words, where it is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError:
-        raise InvalidArgument(
-            "logger.wandb=true needs the package wandb: pip install 'millpond[wandb]', or leave it off"
-        ) from None
 
 
 class Loggers:
@@ -212,6 +171,11 @@ class Loggers:
                 self.not_finite.setdefault(name, frames)
         for destination in self._destinations:
             destination.write(frames, finite)
+
+    def film(self, frames: int, path: Path) -> None:
+        """The video at ``path`` was made of the weights at ``frames``."""
+        for destination in self._destinations:
+            destination.film(frames, path)
 
     def close(self) -> None:
         for destination in self._destinations:  # one that fails does not keep the others open

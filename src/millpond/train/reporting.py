@@ -79,6 +79,8 @@ class Reporter:
         task, row = result.task, result.row()
         logger.info("evaluation at frame %d, version %d: %s", task.frames, task.version, result.episodes)
         self._loggers.write(task.frames, {"updates": task.version, "wall_s": task.wall_s, **row})
+        if task.film is not None and result.film_error is None:
+            self._loggers.film(task.frames, task.film)
         if lost := int(row["eval/quarantined_episodes"]):
             logger.warning(
                 "the evaluation at frame %d: %d of %d episodes had numbers that are not finite, and count in no mean",

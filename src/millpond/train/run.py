@@ -15,22 +15,25 @@ from typing import Any
 import torch
 
 from millpond.core.errors import OutOfDisk
+from millpond.shm.room import readable
 from millpond.train import fork_server, machine
 from millpond.train.assembly import Parts
 from millpond.train.checkpoint import read_parts
 from millpond.train.checks import Check, failed, run_checks
 from millpond.train.compose import changed_settings, save_settings
-from millpond.train.evaluation import allow_headless_rendering
 from millpond.train.evaluator import Evaluator
+from millpond.train.filming import allow_headless_rendering
 from millpond.train.log import logging_to
-from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile, WandbRun, require_wandb
+from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile
 from millpond.train.progress import Progress, make_progress
 from millpond.train.report import write_report
 from millpond.train.reporting import Reporter
 from millpond.train.run_state import Checkpoints, RunDirectory, default_run_directory, write_json
 from millpond.train.settings import Settings
 from millpond.train.supervise import Interrupted, StopSignal
+from millpond.train.surroundings import check_films, check_loggers
 from millpond.train.trainer import Trainer
+from millpond.train.wandb_run import WandbRun
 
 logger = logging.getLogger("millpond.train")
 _EVALUATION_SEED = 1_000_003  # added to the run's, so that no collector meets the same episodes
@@ -79,20 +82,12 @@ def train(
         Interrupted: the second request to stop, before the run could begin.
     """
     stop = stop or StopSignal()
-    if settings.logger.wandb:
-        require_wandb()
+    check_loggers(settings.logger)
     allow_headless_rendering()
     fork_server.start()
     with ExitStack() as closing, _torch_threads(settings.learner.threads):
-        run, latest = _find_run(settings, closing)
-        parts = Parts.make(settings)
-        closing.callback(parts.close)
-        restored = None
-        if run is not None and latest is not None:
-            restored = Restored(*read_parts(latest, parts))
-        else:
-            parts.collect()
-            run = _new_run(settings, closing)
+        parts, run, restored = _prepare(settings, closing)
+        run, settings = run or _new_run(settings, closing), parts.settings
         outcome = Outcome(run, settings, command or machine.command_line())
         if restored:
             outcome.changes = [*restored.state["changes"], *_changes(run, settings, frames=parts.frames)]
@@ -111,13 +106,21 @@ class Restored:
     meter: dict[str, Any]
 
 
-def _find_run(settings: Settings, closing: ExitStack) -> tuple[RunDirectory | None, Path | None]:
-    """The run to go on with and its newest checkpoint, where there is one to resume; nobody else may run there."""
-    if settings.resume is None:
-        return None, None
-    run = RunDirectory.open(Path(settings.resume))
-    closing.enter_context(run.held())
-    return run, Checkpoints(run.checkpoints).latest()
+def _prepare(settings: Settings, closing: ExitStack) -> tuple[Parts, RunDirectory | None, Restored | None]:
+    """The parts, ready to run; and, where one is resumed, its directory, in which nobody else may run now."""
+    run = latest = restored = None
+    if settings.resume is not None:
+        run = RunDirectory.open(Path(settings.resume))
+        closing.enter_context(run.held())
+        latest = Checkpoints(run.checkpoints).latest()
+    parts = Parts.make(settings)
+    closing.callback(parts.close)
+    parts.settings = check_films(settings)
+    if latest is not None:
+        restored = Restored(*read_parts(latest, parts))
+    else:
+        parts.collect()
+    return parts, run, restored
 
 
 def _new_run(settings: Settings, closing: ExitStack) -> RunDirectory:
@@ -145,10 +148,12 @@ def _first_files(
         save_settings(settings, run.config)
         closing.enter_context(logging_to(run.log, progress))
         loggers = _make_loggers(settings, run, after_frames=after_frames)
-    except OSError as error:
+    except BaseException as error:
         if settings.resume is None:
             shutil.rmtree(run.path, ignore_errors=True)
-        raise OutOfDisk(error.errno, f"{error.strerror}: {run.path}") from None
+        if isinstance(error, OSError):
+            raise OutOfDisk(error.errno, f"{error.strerror}: {run.path}") from None
+        raise
     closing.callback(loggers.close)
     return loggers
 
@@ -267,14 +272,14 @@ def dry_run(settings: Settings) -> str:
     """
     from omegaconf import OmegaConf
 
-    parts = Parts.make(settings)
-    try:
-        schema, capacity = parts.world.schema, settings.replay.capacity
-        sizes = (
-            f"{schema.row_nbytes} bytes per item, {schema.row_nbytes * capacity / 1e6:,.1f} MB for {capacity:,} items"
-        )
-    finally:
-        parts.close()
+    check_loggers(settings.logger)
+    allow_headless_rendering()
+    with ExitStack() as closing:
+        parts, run, _ = _prepare(settings, closing)
+        if run is None and settings.run_dir is not None:
+            RunDirectory.check_free(Path(settings.run_dir))
+        nbytes, capacity = parts.world.schema.row_nbytes, settings.replay.capacity
+    sizes = f"{nbytes} bytes per item, {readable(nbytes * capacity)} for {capacity:,} items"
     return f"{OmegaConf.to_yaml(OmegaConf.create(settings.to_dict()))}# replay: {sizes}; nothing was started"
 
 
@@ -282,21 +287,12 @@ def dry_run(settings: Settings) -> str:
 
 
 def _make_loggers(settings: Settings, run: RunDirectory, *, after_frames: int | None) -> Loggers:
-    destinations: list[Logger] = [MetricsFile(run.metrics, after_frames=after_frames)]
-    wanted = settings.logger
-    if wanted.tensorboard:
+    destinations: list[Logger] = []
+    if settings.logger.wandb:  # first: it may refuse
+        destinations.append(WandbRun(run.path, settings.logger, config=settings.to_dict()))
+    destinations.append(MetricsFile(run.metrics, after_frames=after_frames))
+    if settings.logger.tensorboard:
         destinations.append(EventsFile(run.path, after_frames=after_frames))
-    if wanted.wandb:
-        destinations.append(
-            WandbRun(
-                run.path,
-                config=settings.to_dict(),
-                project=wanted.project,
-                group=wanted.group,
-                name=wanted.name,
-                mode=wanted.mode,
-            )
-        )
     return Loggers(destinations)
 
 

@@ -43,14 +43,19 @@ class RunDirectory:
             InvalidArgument: something is there already, or the directory cannot be made.
         """
         try:
-            if path.exists() and any(there.name != _LOCK for there in path.iterdir()):
-                raise InvalidArgument(
-                    f"run_dir={path} exists and is not empty: choose another, or continue that run with resume={path}"
-                )
+            cls.check_free(path)
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidArgument(f"run_dir={path}: {error.strerror}") from None
         return cls(path)
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raises InvalidArgument where something is there already."""
+        if path.exists() and any(there.name != _LOCK for there in path.iterdir()):
+            raise InvalidArgument(
+                f"run_dir={path} exists and is not empty: choose another, or continue that run with resume={path}"
+            )
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

@@ -68,7 +68,7 @@ class EvalSettings:
     episodes: int
     max_steps: int
     timeout: float
-    video_interval_frames: int
+    video_interval_frames: int | None
     video_steps: int
 
 
@@ -100,7 +100,7 @@ class LoggerSettings:
     project: str
     group: str | None
     name: str | None
-    mode: str
+    mode: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ def _check_choices(settings: Settings) -> None:
         ("replay.transport", settings.replay.transport, ("shm",)),
         ("replay.layout", settings.replay.layout, ("transitions",)),
         ("learner.backend", settings.learner.backend, ("gloo", "nccl")),
-        ("logger.mode", settings.logger.mode, ("offline", "online", "disabled")),
+        ("logger.mode", settings.logger.mode or "online", ("offline", "online", "disabled")),
     ):
         if value not in choices:
             raise InvalidArgument(f"{name} must be {' or '.join(choices)}, got {value!r}")

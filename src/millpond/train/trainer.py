@@ -61,7 +61,7 @@ class Trainer:
         self._due = {
             "report": Every(settings.report_interval, after=parts.frames),
             "evaluation": Every(settings.eval.interval_frames, after=parts.frames),
-            "film": Every(settings.eval.video_interval_frames, after=parts.frames),
+            "film": Every(settings.eval.video_interval_frames or 0, after=parts.frames),
         }
         self._changes = changes or []
         self._first_publication: int | None = None  # frames that were collected or on their way by then
@@ -194,7 +194,7 @@ class Trainer:
     def _evaluate_last(self) -> None:
         """The final weights, after whatever is still being evaluated."""
         self._collect_result()
-        self._evaluate(film=self._parts.settings.eval.video_interval_frames > 0)
+        self._evaluate(film=self._parts.settings.eval.video_interval_frames != 0)
         self._collect_result()
 
     # ------------------------------------------------------------------ checkpoints

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from millpond.core.errors import InvalidArgument, InvalidType, NotReady, OutOfRange
+from millpond.core.errors import InvalidArgument, InvalidType, NotReady, NotShareable, OutOfRange, PeerLost
 from millpond.core.intake import Batch, tensor_of
 from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
@@ -212,12 +212,21 @@ class Editor:
                 engine.control.mutex.unlock()
 
     def _finish_rewrite(self) -> None:
-        """Under the lock, after a death or an exception in the middle of `update`."""
-        rows, path = self._engine.rows, self._engine.memory.path
-        if rows is not None and path is not None:
-            Journal(path, rows.schema.row_nbytes).apply(rows)
-        elif rows is not None and self._journal is not None:
-            self._journal.apply(rows)
+        """Under the lock, after a death or an exception in the middle of `update`: also in a process that never looked
+        at the rows before."""
+        engine, path = self._engine, self._engine.memory.path
+        try:
+            if engine.rows is None:
+                engine.find_rows()
+            assert engine.rows is not None  # they were being rewritten
+            journal = self._journal if path is None else Journal(path, engine.rows.schema.row_nbytes)
+        except (NotShareable, InvalidArgument) as problem:
+            lost = engine.memory.owner_lost()  # and its files were removed
+            raise PeerLost(f"an update that was cut off cannot be finished: {lost}") if lost else problem from None
+        if journal is not None:
+            journal.apply(engine.rows)
+        if engine.order is not None:  # the fields are not known any more
+            engine.order.edited(engine.order.keys)
 
     def named(self, index_or_sample: Any) -> tuple[Ints, Ints | None]:
         """As `named`. Raises ``InvalidArgument`` where there is no such slot."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from millpond.core.errors import DeadlineExceeded
+from millpond.core.errors import DeadlineExceeded, PeerLost
 from millpond.core.schema import Schema
 from millpond.replay import state as words
 from millpond.replay.drawing import State
@@ -18,14 +18,15 @@ from millpond.shm.holding import stopped
 def stats(engine: Engine, schema: Schema | None) -> dict[str, Any]:
     """Counters at one moment, after whoever died was taken off the table of waiters.
 
-    While a thread holds the lock and is stopped: the state that was committed last, and those in the table.
+    While a thread holds the lock and is stopped, and where the owner died and nobody can finish what was cut off: the
+    state that was committed last, and those in the table.
     """
     control, brief = engine.control, _Brief()
     try:
         bury_dead(control, held_up=brief.held_up)
         state = engine.load(brief)
         waiting = control.waiting()
-    except DeadlineExceeded:
+    except (DeadlineExceeded, PeerLost):
         state, waiting = control.peek(), control.waiting()
     finally:
         control.mutex.unlock()

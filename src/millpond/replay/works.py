@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -11,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from millpond.core.errors import BufferClosed, Cancelled, InvalidArgument, NotReady, SchemaMismatch
+from millpond.core.errors import BufferClosed, Cancelled, InvalidArgument, NotReady, PeerLost, SchemaMismatch
 from millpond.core.schema import Schema
 from millpond.replay import rules as rulebook
 from millpond.replay.ahead import Ahead
@@ -232,7 +233,8 @@ class Works:
         """See `ReplayBuffer.close`."""
         self.final = stats(self.engine, self.schema)
         self.closed, self.watched = True, None
-        self.ahead.close()
+        with contextlib.suppress(PeerLost):  # nobody else will come
+            self.ahead.close()
         engine = self.engine
         engine.close(everybody=engine.memory.mine)
         self.give_up()

@@ -383,3 +383,17 @@ def test_a_run_and_its_checkpoints_are_known_by_what_they_hold(tmp_path, capsys)
     for path, frames in (("run", 200), ("run/checkpoints/000000000100", 100)):
         assert main(["inspect", str(tmp_path / path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["counters"]["write_count"] == frames
+    (tmp_path / "run" / inspect_command.LIVE).write_text("")
+    with ReplayBuffer(7, shared=True) as live:
+        live.extend({"x": torch.arange(3)})
+        for place, shown in ((live.handle().path, 3), (str(tmp_path / "gone"), 200), ("", 200)):
+            (tmp_path / "run" / inspect_command.LIVE).write_text(place)
+            assert main(["inspect", str(tmp_path / "run")]) == 0
+            out = capsys.readouterr().out
+            assert ("shows      the buffer that this run uses now" in out) == (shown == 3)
+            assert ("shows      the newest checkpoint of this run, since no buffer" in out) == (shown == 200)
+            assert f"fill       {shown} of " in out
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("")
+    assert main(["inspect", str(tmp_path / "new")]) == 2
+    assert "no live buffer" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ from millpond.replay.inspection import Report, inspect, shared_buffers
 from millpond.shm.directory import PREFIX
 from millpond.shm.reaper import reap
 
-REPLAY = "replay.millpond"  # as training names it; what trains is not needed to look
+REPLAY, LIVE = "replay.millpond", ".replay"  # as training names them; what trains is not needed to look
 HELP = """\
 PATH is the directory of a buffer in shared memory or on disk, a checkpoint file, a run or one of its checkpoints, or
-ray://NAME for a buffer in the Ray cluster of $RAY_ADDRESS or of this machine. Without PATH: the buffers in shared
-memory. A buffer is looked at without its lock; its counters and its owner stay what they are.
+ray://NAME for a buffer in the Ray cluster of $RAY_ADDRESS or of this machine. Of a run that goes on, it is the buffer
+that it uses now; of another, the one in its newest checkpoint. Without PATH: the buffers in shared memory.
+A buffer is looked at without its lock; its counters and its owner stay what they are.
 """
 
 
@@ -51,16 +53,25 @@ def main(words: Sequence[str]) -> int:
 
 
 def _look(path: str, rows: int) -> Report:
-    return inspect_owner(path, rows=rows) if path.startswith(SCHEME) else inspect(_saved(Path(path)), rows=rows)
-
-
-def _saved(path: Path) -> Path:
-    """The buffer that is meant: of a run's checkpoint that checkpoint's, of a run the newest one's."""
-    for pattern in (REPLAY, f"checkpoints/*/{REPLAY}"):
-        found = sorted(path.glob(pattern))
-        if found:
-            return found[-1]
-    return path
+    if path.startswith(SCHEME):
+        return inspect_owner(path, rows=rows)
+    run = Path(path)
+    live, saved = run / LIVE, sorted(run.glob(f"checkpoints/*/{REPLAY}"))
+    if (run / REPLAY).exists():
+        return inspect(run / REPLAY, rows=rows)
+    if live.is_file() and (place := live.read_text(encoding="utf-8")):
+        with contextlib.suppress(NotShareable, OSError):  # gone, with its run
+            report = inspect(place, rows=rows)
+            if report["owner"] and report["owner"]["alive"]:
+                return {"shows": "the buffer that this run uses now", **report}
+    if saved:
+        return {
+            "shows": "the newest checkpoint of this run, since no buffer of its is live",
+            **inspect(saved[-1], rows=rows),
+        }
+    if (run / "config.yaml").is_file():
+        raise NotShareable(f"{path}: this run has no live buffer that others may look at, and none in a checkpoint")
+    return inspect(run, rows=rows)
 
 
 def _reap(*, as_json: bool) -> None:
@@ -112,14 +123,18 @@ def _show(asked: argparse.Namespace) -> None:
 
 def _looks(asked: argparse.Namespace) -> Iterator[Report]:
     """A report now and one after each pause; ends when the buffer is removed."""
-    yield _look(asked.path, asked.rows)
+    first = _look(asked.path, asked.rows)
+    yield first
     done = 1
     while asked.count is None or done < asked.count:
         time.sleep(asked.watch)
         try:
-            yield _look(asked.path, asked.rows)
+            report = _look(asked.path, asked.rows)
         except NotShareable:
             return
+        if report.get("shows") != first.get("shows"):  # the run has ended
+            return
+        yield report
         done += 1
 
 
@@ -143,6 +158,7 @@ def _head(report: Report) -> str:
     size, capacity = figures["size"], figures["capacity"]
     lines = [
         report["path"],
+        *([f"shows      {report['shows']}"] if "shows" in report else []),
         f"kind       {report['kind']}{', closed' if report.get('closed') else ''}",
     ]
     if "owner" in report:

@@ -28,7 +28,7 @@ from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile
 from millpond.train.progress import Progress, make_progress
 from millpond.train.report import write_report
 from millpond.train.reporting import Reporter
-from millpond.train.run_state import Checkpoints, RunDirectory, default_run_directory, write_json
+from millpond.train.run_state import Checkpoints, RunDirectory, default_run_directory, write_json, write_text
 from millpond.train.settings import Settings
 from millpond.train.supervise import Interrupted, StopSignal
 from millpond.train.surroundings import check_films, check_loggers
@@ -92,7 +92,7 @@ def train(
         if restored:
             outcome.changes = [*restored.state["changes"], *_changes(run, settings, frames=parts.frames)]
         progress = progress or make_progress()
-        loggers = _first_files(settings, run, progress, closing, after_frames=parts.frames if restored else None)
+        loggers = _first_files(parts, run, progress, closing, after_frames=parts.frames if restored else None)
         _run(outcome, parts, loggers, stop, progress, restored)
         _finish(outcome)
     return outcome
@@ -141,11 +141,13 @@ def _changes(run: RunDirectory, settings: Settings, *, frames: int) -> list[dict
 
 
 def _first_files(
-    settings: Settings, run: RunDirectory, progress: Progress, closing: ExitStack, *, after_frames: int | None
+    parts: Parts, run: RunDirectory, progress: Progress, closing: ExitStack, *, after_frames: int | None
 ) -> Loggers:
     """Open what is written during a run. A disk that takes nothing shows here, and then nothing stays."""
+    settings = parts.settings
     try:
         save_settings(settings, run.config)
+        write_text(run.live_replay, "" if settings.synchronous else parts.replay.handle().path)
         closing.enter_context(logging_to(run.log, progress))
         loggers = _make_loggers(settings, run, after_frames=after_frames)
     except BaseException as error:

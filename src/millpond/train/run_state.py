@@ -115,6 +115,11 @@ class RunDirectory:
         return self.path / "videos"
 
     @property
+    def live_replay(self) -> Path:
+        """Holds where the buffer of a run that goes on is, for those who look at it."""
+        return self.path / ".replay"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -30,6 +30,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if words is not None:
         return _main(words)
     signal.signal(signal.SIGINT, _end_at_once)
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: environments of one's own; workers have the same path
     try:
         return _main(sys.argv[1:])
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,8 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_the_package_nothing_begins(
     nobody: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    for more in ([], ["dry_run=true"]):
+    for module, more in ((None, []), (types.ModuleType("wandb"), ["dry_run=true"])):  # the other: a folder of that name
+        monkeypatch.setitem(sys.modules, "wandb", module)
         assert main(["train", *SMALL, *more]) == 2
         out, err = capsys.readouterr()
         assert out == ""

@@ -32,9 +32,9 @@ def check_wandb(settings: LoggerSettings) -> Any:
     try:
         wandb = importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"logger.wandb=true needs the package {error.name!r}: pip install 'millpond[wandb]' brings it"
-        ) from None
+        raise _missing(error.name) from None
+    if getattr(wandb, "__file__", None) is None:  # a folder that runs have left here
+        raise _missing("wandb")
     with _in_words():
         known = wandb.setup().settings
     mode, key = _mode(settings) or known.mode, known.api_key
@@ -59,6 +59,10 @@ def has_key(environment: Mapping[str, str], *, host: str) -> bool:
             if path and any(name == host or "wandb" in name for name in netrc.netrc(path).hosts):
                 return True
     return False
+
+
+def _missing(package: str | None) -> MissingExtra:
+    return MissingExtra(f"logger.wandb=true needs the package {package!r}: pip install 'millpond[wandb]' brings it")
 
 
 @contextlib.contextmanager

@@ -15,11 +15,14 @@ from millpond import Flow, ReplayBuffer
 from millpond.core.errors import InvalidArgument, InvalidType
 from millpond.replay import (
     ConsumingSampler,
+    HindsightSampler,
     LinearSchedule,
     MappedStorage,
     NStep,
     PrioritizedSampler,
+    RandomSampler,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorStorage,
 )
 
@@ -277,8 +280,27 @@ def test_settings_of_a_sampler_within_another() -> None:
             assert agrees(other, 0.5)
 
 
+def reached(achieved: Any, desired: Any) -> Any:
+    return (achieved == desired).all(-1)
+
+
 def fixed() -> list[tuple[Any, str, Any]]:
+    around = {"base": RandomSampler(), "episode_key": "trajectory"}
+    changed: dict[Any, dict[str, Any]] = {
+        SliceSampler(slice_len=2): {"slice_len": 3, "num_slices": 4, "short": "pad", **around},
+        NStep(2, 0.9): {"n": -3, "gamma": 7.0, **around},
+        HindsightSampler(reached): {
+            "reward": None,
+            "terminated": reached,
+            "fraction": 40.0,
+            "strategy": "lucky",
+            "goal": "goal",
+            "achieved": "position",
+            **around,
+        },
+    }
     return [
+        *((sampler, name, value) for sampler, values in changed.items() for name, value in values.items()),
         (SamplerWithoutReplacement(), "drop_last", True),
         (ConsumingSampler(2), "n", 3),
         (TensorStorage(4), "capacity", 5),

@@ -192,7 +192,7 @@ class Episodes:
         edits = 0 if notes is None else int(notes[capacity + EDITS])
         if self._index is None or state[EMPTIED] != self._emptied or edits != self._edits:
             num_envs = self._num_envs if notes is None else max(1, int(notes[capacity + ENVS]))
-            self._index = SequenceIndex(capacity, num_envs=num_envs)
+            self._index = SequenceIndex(capacity, num_envs=num_envs, any_order=items.distinct)
             self._seen, self._emptied, self._edits = 0, state[EMPTIED], edits
         if state[HEAD] > self._seen:
             slots, numbers = items.since(self._seen)

@@ -45,10 +45,11 @@ class Open(NamedTuple):
 
 
 class SequenceIndex:
-    """Which item follows which, for one process. ``capacity`` is the buffer's; ``num_envs`` counts without ids."""
+    """Which item follows which, for one process. ``capacity`` is the buffer's; ``num_envs`` counts without ids;
+    ``any_order``: the latest item of an episode may leave before the others."""
 
-    def __init__(self, capacity: int, *, num_envs: int = 1) -> None:
-        self._capacity, self._num_envs = capacity, num_envs
+    def __init__(self, capacity: int, *, num_envs: int = 1, any_order: bool = False) -> None:
+        self._capacity, self._num_envs, self._any_order = capacity, num_envs, any_order
         self._number = np.full(capacity, -1)  # of the item that was seen last in a slot; -1: none
         self._next_slot, self._next_number = np.full(capacity, -1), np.full(capacity, -1)
         self._episode, self._step = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
@@ -79,7 +80,8 @@ class SequenceIndex:
 
         ``episode`` must differ between episodes, also between those of different writers; ``step`` counts from 0. An
         item that is ``cut`` does not follow the one before it of its environment. With a ``new_era`` nothing that comes
-        follows what was there before, except the next step of an episode by its id: ids may be used again.
+        follows what was there before, except the next step of an episode by its id: ids may be used again. Where items
+        leave in any order any later step is taken for one of the same episode: those between may have left.
         """
         if not len(numbers):
             return
@@ -158,7 +160,7 @@ class SequenceIndex:
 
     def _instances(self, episode: Ints, step: Ints, eras: Ints) -> Ints:
         """What the episodes are called here. An id whose episode begins once more is another episode's, and in a new
-        era every id is, unless the next step of its episode comes."""
+        era every id is, unless its episode goes on."""
         ids, which = np.unique(episode, return_inverse=True)
         known = [self._renamed.get(one, (one, 0)) for one in ids.tolist()]
         zeros = np.bincount(which[step == 0], minlength=len(ids))
@@ -186,7 +188,8 @@ class SequenceIndex:
         span = self._spans.get(name)
         first, last = (None, -1) if span is None else (span[0], span[1])
         for at, now, era in zip(places.tolist(), step[places].tolist(), eras[places].tolist(), strict=True):
-            if first is not None and (now != last + 1 if era != since else now == first == 0):
+            goes_on = now > last if self._any_order else now == last + 1
+            if first is not None and (not goes_on if era != since else now == first == 0):
                 self._named += 1
                 name, first, last = -(1 << 62) - self._named, None, -1
             since, first, last = era, now if first is None else min(first, now), max(last, now)

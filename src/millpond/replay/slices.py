@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch, Unsatisfiable
+from millpond.core.fixed import Fixed
 from millpond.core.schema import Key, Schema
 from millpond.replay import order
 from millpond.replay.drawing import Bools, Draw, Floats, Ints, Items, Randomness, Sampler, distinct
@@ -21,7 +22,7 @@ ROUNDS = 8
 MASK = ("mask",)
 
 
-class SliceSampler:
+class SliceSampler(Fixed):
     """Whole slices of ``slice_len`` successive steps of one episode, uniform over all places where one can begin.
 
     A batch of n items holds ``n / slice_len`` slices one after the other, flat. Episodes, and the stubs that eviction
@@ -43,6 +44,8 @@ class SliceSampler:
         InvalidArgument: neither or both of the first two are given, or the batch size is no multiple.
         Unsatisfiable: a slice is longer than the buffer (from its construction).
     """
+
+    FIXED = ("slice_len", "num_slices", "short", "base", "episode_key")
 
     def __init__(
         self,

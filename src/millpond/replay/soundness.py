@@ -341,7 +341,7 @@ class _Check:
             raise CheckpointError(f"a batch drawn ahead: {n} slots, rows of shape {list(rows.shape)}")
         if {slots.dtype, numbers.dtype} != {torch.int64} or rows.dtype is not torch.uint8:
             raise CheckpointError(f"a batch drawn ahead, of types {rows.dtype}, {slots.dtype} and {numbers.dtype}")
-        if type(asked) is not int or not n <= asked < _MOST:
+        if type(asked) is not int or not (asked == 0 or n <= asked < _MOST):  # 0: the rest of one that was cut
             raise CheckpointError(f"a batch of {n} items drawn ahead for {asked!r:.40}")
         _in_range(slots.numpy(), self.capacity, "slots of a batch drawn ahead")
         _in_range(numbers.numpy(), self.state["head"], "numbers of a batch drawn ahead")

@@ -19,7 +19,7 @@ class Taken(NamedTuple):
     extra: dict[Key, torch.Tensor]
     emptied: int
     data: Any = None  # what `sample` returns, where it was made ready before
-    asked: int = 0  # of a batch drawn ahead: for how many items; the last batch of an epoch may hold fewer
+    asked: int = 0  # of a batch drawn ahead: for how many items; the last batch of an epoch may hold fewer. 0: a rest
 
 
 class Tray:

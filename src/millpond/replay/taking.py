@@ -99,8 +99,8 @@ class Taker:
                     if tries <= TRIES:
                         continue
                     block = Block(f"{engine.sampler!r} cannot draw {n} items now", "inserts")
-                if engine.forget_dead(patience):
-                    continue
+                if tries <= TRIES and engine.forget_dead(patience):
+                    continue  # not after draws: that it is time to look must not decide how many are made
                 engine.refuse_impossible("sample", n, state, block)
                 if not wait:
                     if (

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
+from millpond.core.fixed import Fixed
 from millpond.core.schema import Key, Schema
 from millpond.replay import order
 from millpond.replay.drawing import Draw, Goals, Ints, Items, Randomness, Sampler, Windows
@@ -20,9 +21,10 @@ from millpond.replay.state import TAIL
 STRATEGIES = ("future", "final", "episode", "random")
 
 
-class Around:
+class Around(Fixed):
     """A sampler around another one, which does the choosing."""
 
+    FIXED = ("base", "episode_key")
     base: Sampler
 
     def __init__(self, base: Sampler | None, episode_key: str | tuple[str, ...] | None) -> None:
@@ -101,6 +103,8 @@ class NStep(Around):
         episode_key: the field that tells episodes apart.
     """
 
+    FIXED = ("n", "gamma", *Around.FIXED)
+
     def __init__(
         self, n: int, gamma: float, *, base: Sampler | None = None, episode_key: str | tuple[str, ...] | None = None
     ) -> None:
@@ -160,6 +164,8 @@ class HindsightSampler(Around):
         base: what chooses the items; uniform by default.
         episode_key: the field that tells episodes apart.
     """
+
+    FIXED = ("reward", "fraction", "strategy", "goal", "achieved", "terminated", *Around.FIXED)
 
     def __init__(
         self,

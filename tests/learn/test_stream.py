@@ -104,15 +104,17 @@ def test_a_batch_that_does_not_come_ends_the_wait(ahead: int) -> None:
         ReplayBuffer(32, flow=Flow(min_size=16), seed=0) as replay,
         SampleStream(replay, batch_size=4, ahead=ahead) as stream,
     ):
-        with pytest.raises(DeadlineExceeded):
+        replay.extend(items(5))
+        with pytest.raises(DeadlineExceeded, match="5 of 16 items written"):
             stream.sample(timeout=0.01)
-        with pytest.raises(NotReady):
+        with pytest.raises(NotReady, match="5 of 16 items written"):
             stream.sample(wait=False)
+        assert "5 of 16 items written" in stream.explain()
         cancel = threading.Event()
         cancel.set()
         with pytest.raises(Cancelled):
             stream.sample(timeout=SECONDS, cancel_event=cancel)
-        replay.extend(items(16))
+        replay.extend(items(11))
         assert stream.sample(timeout=SECONDS).batch_size == (4,)
 
 

@@ -547,10 +547,9 @@ def test_it_counts_as_the_limiter_does() -> None:
         scale, n = draw.choice([1, 1, 10**9]), draw.randint(1, 12)
         for word in (words.WRITES, words.RETURNED, words.RESERVED, words.EXEMPT_WRITES, words.EXEMPT_SAMPLES):
             record[word] = draw.randint(0, 40 if word in (words.WRITES, words.RETURNED) else 9) * scale
-        drawn = record[words.RETURNED] + record[words.RESERVED] - record[words.EXEMPT_SAMPLES]
-        counts = Counts(
-            CAPACITY, 1, *map(int, (record[words.WRITES], record[words.EXEMPT_WRITES], drawn)), False, True, False
-        )
+        returned = record[words.RETURNED] - record[words.EXEMPT_SAMPLES]
+        figures = map(int, (record[words.WRITES], record[words.EXEMPT_WRITES], returned))
+        counts = Counts(CAPACITY, 1, *figures, False, True, False, int(record[words.RESERVED]))
         may_sample = sample_block(flow, counts, n, need=1) is None
         may_insert = insert_block(flow, counts, n) is None
         assert bool(kernel._may_sample(plan, record.ctypes.data, n)) == may_sample

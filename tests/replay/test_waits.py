@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing as mp
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -269,6 +272,83 @@ def test_prefetched_batches_reserve_and_refund() -> None:
     rb.empty()
     stats = rb.stats()
     assert (stats["reserved"], stats["prefetched"]) == (0, 0)
+
+
+def test_what_is_drawn_ahead_is_owed_until_it_is_returned() -> None:
+    """By the counters that anybody can read, neither side ever leaves its bound; and nobody waits for ever."""
+    flow = Flow(samples_per_insert=4.0, max_debt=120)
+    with ReplayBuffer(1000, flow=flow, prefetch=3, batch_size=16, seed=0) as rb:
+        for turn in range(300):
+            with contextlib.suppress(DeadlineExceeded):
+                rb.extend(numbers(5), timeout=0)
+            owed = 4 * rb.write_count - rb.stats()["samples_returned"]
+            assert owed <= 120
+            if turn % 3:
+                with contextlib.suppress(NotReady):
+                    rb.sample()
+            stats = rb.stats()
+            assert stats["samples_returned"] + stats["reserved"] <= 4 * rb.write_count
+        assert rb.stats()["samples_returned"] > 2000
+        while True:  # a full debt, most of it drawn ahead already: the next sample makes room
+            try:
+                rb.extend(numbers(5), timeout=0)
+            except DeadlineExceeded:
+                break
+        assert rb.stats()["reserved"] == 48
+        assert f"48 by process {os.getpid()}" in rb.explain("extend", 5)
+        waiting = Call(lambda: rb.extend(numbers(5)))
+        until(lambda: rb.stats()["waiting_producers"] == 1)
+        for _ in range(2):
+            rb.sample()
+        waiting.result()
+
+
+@pytest.mark.parametrize("consume", [None, 1])
+def test_items_that_another_process_has_drawn_ahead_are_named(consume: int | None) -> None:
+    flow = Flow(samples_per_insert=1.0, max_debt=24)
+    more: dict[str, Any] = {"flow": flow} if consume is None else {}
+    with ReplayBuffer(24, prefetch=2, batch_size=8, consume_after_n_samples=consume, shared=True, **more) as rb:
+        rb.extend(numbers(24))
+        context = mp.get_context("fork")
+        mine, theirs = context.Pipe()
+        process = context.Process(target=sample_once_and_stay, args=(rb.handle(), theirs), daemon=True)
+        process.start()
+        assert mine.recv()
+        named = f"drawn ahead and not returned yet: 16 by process {process.pid}"
+        assert named in rb.explain()
+        with pytest.raises(NotReady, match=named):
+            rb.sample()
+        with pytest.raises(DeadlineExceeded, match=named):
+            rb.sample(wait=True, timeout=0.01)
+        if consume is None:
+            assert named in rb.explain("extend", 17)
+        mine.send(None)
+        process.join()
+        process.close()
+        mine.close()
+        theirs.close()
+
+
+def sample_once_and_stay(handle: Any, pipe: Any) -> None:
+    rb = ReplayBuffer.attach(handle)
+    rb.sample()
+    pipe.send(True)
+    pipe.recv()
+    rb.close()
+
+
+def test_what_this_process_has_drawn_ahead_counts_for_its_next_sample() -> None:
+    """Although the ratio allows no more to be drawn: no look says otherwise, and no advisory wait waits."""
+    with ReplayBuffer(100, flow=Flow(samples_per_insert=1.0), prefetch=2, batch_size=8, seed=0) as rb:
+        rb.extend(numbers(24))
+        rb.sample()
+        assert rb.stats()["reserved"] == 16
+        assert rb.can_sample()
+        assert rb.explain() == "sample(8) can proceed"
+        assert rb.wait_until_sampleable(timeout=0)
+        assert rb.wait_until_sampleable(16, timeout=0)  # what was drawn ahead in eights is given back first
+        assert not rb.wait_until_sampleable(17, timeout=0)
+        assert rb.sample(16).batch_size == (16,)
 
 
 def test_unlimited_leaves_the_admission_as_it_is() -> None:

@@ -186,6 +186,18 @@ def test_wait_for_says_what_it_waited_for(board: WeightBoard) -> None:
         board.wait_for(3, cancel_event=cancel)
 
 
+def test_wait_for_says_now_and_then_that_it_still_waits(
+    board: WeightBoard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millpond.weights.board.LOG_EVERY", 0.02)
+    monkeypatch.setattr("millpond.weights.board._SLICE_S", 0.01)
+    with pytest.raises(DeadlineExceeded):
+        board.wait_for(3, timeout=0.2)
+    said = [record.getMessage() for record in caplog.records if record.name == "millpond"]
+    assert said
+    assert all("version 3 of the weights; 0 is in force" in one and str(os.getpid()) in one for one in said)
+
+
 @pytest.mark.parametrize("timeout", [-1, True, float("nan"), "1"])
 def test_wait_for_refuses_a_timeout_that_is_none(board: WeightBoard, timeout: Any) -> None:
     """Case flow-6."""

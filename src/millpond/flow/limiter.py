@@ -3,7 +3,8 @@
     owed = samples_per_insert * max(0, write_count - min_size - exempt_writes)
     debt = owed - samples
 
-A sample may never make the debt negative. An insert waits while it would make the debt larger than ``max_debt``.
+A sample may never make the debt less than what is reserved: what was drawn ahead is as good as sampled here. An insert
+waits while it would make the debt larger than ``max_debt``, by what was really returned.
 Beside that, a sample needs live items, and an insert needs space.
 """
 
@@ -28,7 +29,7 @@ def sample_block(flow: Flow, counts: Counts, n: int, *, need: int) -> Block | No
         if not above:
             return None
         beyond = written - flow.min_size - counts.exempt_writes
-        if (counts.samples + n) * flow.rate_below <= above * beyond:
+        if (counts.samples + counts.reserved + n) * flow.rate_below <= above * beyond:
             return None
     return _why_no_sample(flow, counts, n, need)
 
@@ -90,11 +91,12 @@ def _why_no_sample(flow: Flow, counts: Counts, n: int, need: int) -> Block:
         return Block(f"{counts.live} items can be sampled: a sample of {n} waits until {need} {unit} there", "inserts")
     rate = Fraction(flow.rate_above, flow.rate_below)
     beyond = max(0, counts.write_count - flow.min_size - counts.exempt_writes)
-    missing = -(-(counts.samples + n) // rate) - beyond
+    missing = -(-(counts.samples + counts.reserved + n) // rate) - beyond
     more = f"{missing} more {'item is' if missing == 1 else 'items are'} written"
     return Block(
         f"samples_per_insert={flow.samples_per_insert} allows {words(rate * beyond)} samples for the {beyond} items "
-        f"beyond min_size={flow.min_size}, and {counts.samples} were drawn: a sample of {n} waits until {more}",
+        f"beyond min_size={flow.min_size}, and {counts.samples + counts.reserved} were drawn: a sample of {n} waits "
+        f"until {more}",
         "inserts",
     )
 

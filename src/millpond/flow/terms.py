@@ -22,7 +22,8 @@ class Flow:
         min_size: nothing is sampled before so many items were written; filling up to it owes nothing.
         samples_per_insert: at most so many samples (items drawn) for each item written beyond ``min_size``; None: no
             limit. A float stands for the nearest fraction with a denominator of at most 10⁹, so 0.1 is a tenth.
-        max_debt: an insert waits while it would leave more than so many samples owed; None: producers run free.
+        max_debt: an insert waits while it would leave more than so many samples owed; None: producers run free. What
+            was drawn ahead is owed until it is returned.
         admission: what becomes of an insert that finds no space, or too much debt. ``"overwrite"`` evicts the oldest
             items for space, and waits where there is too much debt; ``"block"`` waits; ``"drop_newest"`` drops the
             whole insert; ``"raise"`` raises ``BufferFull``.
@@ -129,10 +130,11 @@ class Counts(NamedTuple):
     live: int  # items that a sample may return now
     write_count: int  # items ever written
     exempt_writes: int  # of these, beyond min_size, those that owe nothing
-    samples: int  # items returned or reserved, without exempt ones
+    samples: int  # items returned, without exempt ones
     under_pressure: bool  # what `pressure` said last
     evictable: bool  # admission "overwrite": a write makes its own space
     consuming: bool  # samples free space
+    reserved: int = 0  # items drawn ahead, and not yet returned
 
 
 class Block(NamedTuple):

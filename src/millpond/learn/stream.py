@@ -62,8 +62,8 @@ class SampleStream:
 
         Raises:
             InvalidArgument: another batch size than the stream's.
-            DeadlineExceeded: no batch within ``timeout`` seconds.
-            NotReady: with ``wait=False``, no batch is ready now.
+            DeadlineExceeded: no batch within ``timeout`` seconds; with the replay's explanation.
+            NotReady: with ``wait=False``, no batch is ready now; with the same.
             Cancelled: ``cancel_event`` is set.
             BufferClosed: the stream or the replay was closed. Whatever else the replay raised comes as it is.
         """
@@ -72,11 +72,15 @@ class SampleStream:
         if not self._ahead:
             self._raise_if_closed()
             return self._draw(wait=wait, timeout=timeout, cancel_event=cancel_event)
-        return self._take(time.monotonic() + timeout if timeout is not None and wait else None, wait, cancel_event)
+        return self._take(timeout if wait else 0.0, wait, cancel_event)
 
     def update_priority(self, index_or_sample: Any, priority: Tensor) -> int:
         """Hand new priorities to the replay; returns how many were applied."""
         return self._replay.update_priority(index_or_sample, priority)
+
+    def explain(self, op: str = "sample", n: int | None = None) -> str:
+        """The replay's: why ``sample`` or ``extend`` of n items cannot proceed there now."""
+        return self._replay.explain(op, self._batch_size if n is None and op == "sample" else n)
 
     @property
     def write_count(self) -> int:
@@ -108,7 +112,17 @@ class SampleStream:
     ) -> None:
         self.close()
 
-    def _take(self, deadline: float | None, wait: bool, cancel_event: CancelEvent | None) -> Any:
+    def _take(self, timeout: float | None, wait: bool, cancel_event: CancelEvent | None) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        batch = self._next(deadline, cancel_event)
+        if batch is not None:
+            return batch
+        if not wait:
+            raise NotReady(f"no batch of {self._batch_size} is ready: {self.explain()}")
+        raise DeadlineExceeded(f"no batch of {self._batch_size} within {timeout:g} s: {self.explain()}")
+
+    def _next(self, deadline: float | None, cancel_event: CancelEvent | None) -> Any:
+        """The next batch; None where there is none in time."""
         with self._changed:
             self._raise_if_closed()
             if self._thread is None:
@@ -124,10 +138,8 @@ class SampleStream:
                 if self._failure is not None:
                     raise self._failure
                 left = None if deadline is None else deadline - time.monotonic()
-                if not wait:
-                    raise NotReady(f"no batch of {self._batch_size} is ready; the thread waits for replay")
                 if left is not None and left <= 0:
-                    raise DeadlineExceeded(f"no batch of {self._batch_size} in time; the thread waits for replay")
+                    return None
                 self._changed.wait(left if cancel_event is None else min(_SLICE_S, left or _SLICE_S))
 
     def _draw(self, *, wait: bool, timeout: float | None, cancel_event: CancelEvent | None) -> Any:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, NotReady
+from millpond.flow.limiter import Block
+from millpond.replay.drawing import State
 from millpond.replay.engine import Engine
 from millpond.replay.state import CALLS, EMPTIED, EXEMPT_SAMPLES, PREFETCHED, RESERVED, RETURNED
 from millpond.replay.taken import Taken, Tray
@@ -73,6 +75,13 @@ class Ahead:
         if self.keeps:
             return min(n, _items(batches))
         return n if batches and batches[0].asked == n else 0
+
+    def block(self, state: State, n: int) -> Block | None:
+        """Why `take` of n items could not proceed in this state, of which the caller has no other use."""
+        served = self.could_serve(n)
+        if not served:  # batches of another size are given back first
+            state[RESERVED] -= self.items
+        return None if served >= n else self._engine.sample_block(state, n - served)
 
     # ------------------------------------------------------------------ handing out
     def take(

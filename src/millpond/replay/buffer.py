@@ -27,7 +27,7 @@ from millpond.replay.drawing import Sampler
 from millpond.replay.memory import read_rules
 from millpond.replay.rules import Rules
 from millpond.replay.samplers import RandomSampler
-from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, RESERVED, STORED, WRITES
+from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, STORED, WRITES
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
 from millpond.replay.summary import stats
 from millpond.replay.taken import Taken
@@ -309,26 +309,21 @@ class ReplayBuffer:
         state = works.engine.control.peek()
         if state[CLOSED]:
             return False
-        if works.ahead:
-            served = works.ahead.could_serve(n)
-            if not served:  # batches of another size are given back first
-                state[RESERVED] -= works.ahead.items
-            n -= served
-        return n <= 0 or works.engine.sample_block(state, n) is None
+        return works.ahead.block(state, n) is None
 
     def wait_until_sampleable(
         self, num_items: int | None = None, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``sample(num_items)`` may proceed; somebody else may still be faster. False on timeout."""
-        n = self._batch_size(num_items)
-        return self._works.engine.wait_until("sample", n, timeout, cancel_event)
+        n, works = self._batch_size(num_items), self._works
+        return works.engine.wait_until("sample", n, timeout, cancel_event, works.ahead.block)
 
     def wait_until_writable(
         self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``extend`` of so many items may proceed; somebody else may still be faster. False on timeout."""
-        n = rulebook.check_batch_size(num_items, "num_items")
-        return self._works.engine.wait_until("extend", n, timeout, cancel_event)
+        n, engine = rulebook.check_batch_size(num_items, "num_items"), self._works.engine
+        return engine.wait_until("extend", n, timeout, cancel_event, engine.insert_block)
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[Self]:
@@ -391,7 +386,7 @@ class ReplayBuffer:
             return f"{op}({count}) cannot proceed: the buffer was closed"
         engine = self._works.engine
         state = engine.control.peek()
-        block = engine.sample_block(state, count) if op == "sample" else engine.insert_block(state, count)
+        block = self._works.ahead.block(state, count) if op == "sample" else engine.insert_block(state, count)
         if block is not None:
             return engine.explain_block(op, count, block)
         holder = engine.stopped_holder()

@@ -249,7 +249,8 @@ class Engine:
             live=state[LIVE],
             write_count=state[WRITES],
             exempt_writes=state[EXEMPT_WRITES],
-            samples=state[RETURNED] + state[RESERVED] - state[EXEMPT_SAMPLES],
+            samples=state[RETURNED] - state[EXEMPT_SAMPLES],
+            reserved=state[RESERVED],
             under_pressure=bool(state[PRESSURE]) and self.pressed(state),
             evictable=self.flow.admission == "overwrite",
             consuming=self.deliveries is not None,
@@ -394,8 +395,10 @@ class Engine:
         ticket = self._tickets.get(event)
         return ticket if ticket is not None and ORDERED and event.current(ticket) else None
 
-    def wait_until(self, op: str, n: int, timeout: float | None, cancel: Any) -> bool:
-        """Advisory: sleep until ``sample(n)`` or ``extend(n)`` may proceed. False on timeout."""
+    def wait_until(
+        self, op: str, n: int, timeout: float | None, cancel: Any, blocked: Callable[[State, int], Block | None]
+    ) -> bool:
+        """Advisory: sleep until ``sample(n)`` or ``extend(n)`` is ``blocked`` no more. False on timeout."""
         role, event = (SAMPLEABLE, self.items_event) if op == "sample" else (WRITABLE, self.space_event)
         with Wait(self.memory, f"wait for {op}({n})", role, n, timeout, cancel) as wait:
             while True:
@@ -407,7 +410,7 @@ class Engine:
                 finally:
                     self.control.mutex.unlock()
                 self.refuse_closed(state, op, n)
-                block = self.sample_block(state, n) if op == "sample" else self.insert_block(state, n)
+                block = blocked(state, n)
                 if block is None:
                     return True
                 if self.forget_dead(wait):
@@ -436,6 +439,10 @@ class Engine:
         if others:
             pids = ", ".join(str(pid) for pid in sorted({w.pid for w in others})[:8])
             words += f"; {len(others)} on that side wait too (process {pids})"
+        ahead = self.control.participants.reservations()
+        if ahead:
+            by = ", ".join(f"{items} by process {pid}" for pid, items in ahead[:8])
+            words += f"; drawn ahead and not returned yet: {by}"
         holder = self.control.mutex.holder
         return words + (f"; the lock is held by {describe(holder)}" if holder and not self.control.mutex.held() else "")
 

@@ -231,7 +231,8 @@ def _may_sample(plan: Ints, record: int, n: int) -> bool:
         return True
     beyond -= _word(plan, record, EXEMPT_WRITES)
     allowed = plan[RATE_ABOVE] * beyond
-    return bool((_drawn(plan, record) + n) * plan[RATE_BELOW] <= allowed)
+    drawn = _returned(plan, record) + _word(plan, record, RESERVED)
+    return bool((drawn + n) * plan[RATE_BELOW] <= allowed)
 
 
 @inlined
@@ -240,14 +241,13 @@ def _may_insert(plan: Ints, record: int, n: int) -> bool:
     if plan[DEBT_LIMIT] < 0:
         return True
     beyond = _word(plan, record, WRITES) + n - plan[MIN_SIZE] - _word(plan, record, EXEMPT_WRITES)
-    owed = plan[RATE_ABOVE] * beyond - plan[RATE_BELOW] * _drawn(plan, record)
+    owed = plan[RATE_ABOVE] * beyond - plan[RATE_BELOW] * _returned(plan, record)
     return bool(beyond <= 0 or owed <= plan[DEBT_LIMIT])
 
 
 @inlined
-def _drawn(plan: Ints, record: int) -> int:
-    drawn = _word(plan, record, RETURNED) + _word(plan, record, RESERVED)
-    return drawn - _word(plan, record, EXEMPT_SAMPLES)
+def _returned(plan: Ints, record: int) -> int:
+    return _word(plan, record, RETURNED) - _word(plan, record, EXEMPT_SAMPLES)
 
 
 @inlined

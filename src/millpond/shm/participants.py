@@ -98,6 +98,14 @@ class Participants:
         """The sums over all lines, dead ones included. Under the mutex they are exact."""
         return sum(self._table[_RESERVED::WORDS].tolist()), sum(self._table[_RESERVED + 1 :: WORDS].tolist())
 
+    def reservations(self) -> list[tuple[int, int]]:
+        """Process and first amount of those that have reserved something, the dead not yet buried among them."""
+        amounts = self._table[_RESERVED::WORDS].tolist()
+        if not any(amounts):
+            return []
+        pids = self._table[::WORDS].tolist()
+        return [(pid, amount) for pid, amount in zip(pids, amounts, strict=True) if pid and amount]
+
     def waiting(self, role: int | None = None) -> list[Waiter]:
         """Those that wait now (as ``role``), the dead not yet buried among them."""
         found = []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, InvalidArgument, InvalidType, PeerLost
 from millpond.core.roles import CancelEvent
-from millpond.replay.waiting import check_timeout
+from millpond.replay.waiting import LOG_EVERY, check_timeout, log
 from millpond.shm import identity
 from millpond.shm.locks import make_event, make_lock
 from millpond.shm.mapped import allocate, make_directory, map_file, remove_directory
@@ -205,7 +205,7 @@ class WeightBoard:
         return Snapshot(block.read(block.layout.views(copy, 0)), block.layout.to_json(), copy)
 
     def wait_for(self, version: int, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> int:
-        """Wait until ``version`` or a later one is in force, and return the one that is.
+        """Wait until ``version`` or a later one is in force, and return the one that is. Every 30 s it is logged.
 
         Raises:
             DeadlineExceeded: not within ``timeout`` seconds.
@@ -214,15 +214,21 @@ class WeightBoard:
             PeerLost: the process that made the board died first.
         """
         block = self._attached()
-        deadline = time.monotonic() + check_timeout(timeout)
+        began = logged = time.monotonic()
+        deadline = began + check_timeout(timeout)
         while True:
             ticket = block.event.prepare()  # every publication notifies, so the ticket needs no lock
             if (now := block.version) >= version:
                 return now
             _raise_if_pointless(block, f"waiting for version {version} of the weights; {now} is in force", cancel_event)
-            left = deadline - time.monotonic()
+            time_now = time.monotonic()
+            left = deadline - time_now
             if left <= 0:
                 raise DeadlineExceeded(f"waited {timeout} s for version {version} of the weights; {now} is in force")
+            if time_now - logged >= LOG_EVERY:
+                logged = time_now
+                text = "still waits, %.0f s by now, for version %d of the weights; %d is in force (%s, of process %d)"
+                log.warning(text, time_now - began, version, now, self._path.name, block.words[_OWNER])
             block.event.wait(ticket, min(left, _SLICE_S if cancel_event is None else _CANCEL_SLICE_S))
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ that never stops visits every residue that is ``r`` modulo ``gcd(a, a + b) = g``
 has no representative in ``[0, M]`` where ``M`` is less. Hence the walk stops, whatever the two sides do. (For
 ``M >= a + b`` nothing can stop it, since ``r < g``.)
 
-**Batches drawn ahead** do not change the walk of the debt. They are reserved, and leave the debt when they are returned;
-an insert is judged by the debt ``d``, a draw by ``d`` less what is reserved. While something is reserved, its holder's next
-sample returns it and needs no draw; while nothing is, the two are the same. So some sample may proceed if and only if
-``d >= b``, as long as each holder goes on sampling.
+**Batches drawn ahead** do not change the walk of the debt. They are reserved, and leave the debt when they are
+returned: an insert is judged by the debt ``d``, a draw by ``d`` less what is reserved. While something is reserved, its
+holder's next sample returns it and needs no draw; while nothing is, the two are the same. So some sample may proceed if
+and only if ``d >= b``, as long as each holder goes on sampling.
 
 **The fill** of a buffer whose items leave when they are sampled walks in the same way, with the high watermark in the
 place of ``M`` and ``insert`` in that of ``a``. With a low watermark there is a second way to stop: the fill ``p`` at

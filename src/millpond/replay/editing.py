@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from millpond.core.errors import InvalidArgument, InvalidType, NotReady, NotShareable, OutOfRange, PeerLost
+from millpond.core.errors import InvalidArgument, InvalidType, NotReady, OutOfRange
 from millpond.core.intake import Batch, tensor_of
 from millpond.replay.drawing import Ints, State
 from millpond.replay.engine import Engine
@@ -170,7 +170,8 @@ class Editor:
             refuse_nonfinite(fields)
         engine.refuse_closed(engine.control.peek(), "update", len(slots))  # its files are gone by then
         if self._journal is None:
-            self._journal = Journal(engine.memory.path, engine.rows.schema.row_nbytes)
+            with engine.memory.files():
+                self._journal = Journal(engine.memory.path, engine.rows.schema.row_nbytes)
         applied = 0
         for a in range(0, len(slots), Journal.LIMIT):
             part = slice(a, a + Journal.LIMIT)
@@ -215,14 +216,11 @@ class Editor:
         """Under the lock, after a death or an exception in the middle of `update`: also in a process that never looked
         at the rows before."""
         engine, path = self._engine, self._engine.memory.path
-        try:
-            if engine.rows is None:
-                engine.find_rows()
-            assert engine.rows is not None  # they were being rewritten
+        if engine.rows is None:
+            engine.find_rows()
+        assert engine.rows is not None  # they were being rewritten
+        with engine.memory.files():
             journal = self._journal if path is None else Journal(path, engine.rows.schema.row_nbytes)
-        except (NotShareable, InvalidArgument) as problem:
-            lost = engine.memory.owner_lost()  # and its files were removed
-            raise PeerLost(f"an update that was cut off cannot be finished: {lost}") if lost else problem from None
         if journal is not None:
             journal.apply(engine.rows)
         if engine.order is not None:  # the fields are not known any more

@@ -263,8 +263,20 @@ class Memory:
         if self.path is None:
             yield
             return
-        with self._deciding():
+        with self.files(), self._deciding():
             yield
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[None]:
+        """For opening some of its files. Raises ``BufferClosed`` or ``PeerLost`` where they went with the owner."""
+        try:
+            yield
+        except (NotShareable, InvalidArgument, OSError) as problem:
+            if self.mine or self.path is None or self.path.exists():
+                raise
+            if self.control.peek()[CLOSED]:
+                raise BufferClosed("the buffer was closed by its owner") from problem
+            raise PeerLost(f"the buffer's owner (process {self.pid or 'unknown'}) is gone") from problem
 
     def remove(self) -> None:
         """The owner leaves: the files of a buffer in shared memory go, those on disk wait for the next owner."""

@@ -137,9 +137,10 @@ class Works:
         """Use the rows that another process bound. False where nobody has."""
         engine = self.engine
         if self.schema is None and engine.memory.shared and engine.bound():
-            schema = engine.memory.read_schema()
             use: Any = getattr(engine.storage, "map", engine.storage.bind)
-            use(schema)
+            with engine.memory.files():
+                schema = engine.memory.read_schema()
+                use(schema)
             engine.bind(schema)
             self.schema = schema
         return self.schema is not None

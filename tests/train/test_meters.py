@@ -32,6 +32,19 @@ def test_means_over_the_updates_since_the_last_row():
     assert meter.row(steps=4)["loss/a"] == 10.0
 
 
+def test_what_only_some_updates_tell_is_a_mean_over_those():
+    """Such as the loss of an actor that every second update trains; also across a checkpoint."""
+    meter = UpdateMeter(SPEC)
+    for number in range(4):
+        own = {"loss/actor": torch.tensor(8.0)} if number % 2 else {}
+        meter.saw(batch([[0.0, 0.0]], [0]), {"loss/critic": torch.tensor(2.0), **own})
+    again = UpdateMeter(SPEC)
+    again.load_state_dict(meter.state_dict())
+    for one in (meter, again):
+        row = one.row(steps=4)
+        assert (row["loss/critic"], row["loss/actor"]) == (2.0, 8.0)
+
+
 def test_the_algorithms_own_tensors_are_left_alone():
     meter, loss = UpdateMeter(SPEC), torch.tensor(1.0)
     for _ in range(2):

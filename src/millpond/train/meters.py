@@ -23,6 +23,7 @@ class UpdateMeter:
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
         self._sums: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()  # of each: some come with some updates only
         self._count = 0
         self._batch: TensorDictBase | None = None
         self.batch_sizes: Counter[int] = Counter()
@@ -35,15 +36,17 @@ class UpdateMeter:
         for name, value in metrics.items():
             if value.ndim == 0:  # "td_error" is per item, for priorities
                 before = self._sums.get(name)
+                self._counts[name] += 1
                 self._sums[name] = value.clone() if before is None else before.to(value.device).add_(value)
 
     def row(self, *, steps: int) -> dict[str, float]:
         """The means, the state of the last batch, and a fresh start; empty where nothing was updated."""
         if self._batch is None or not self._count:
             return {}
-        row = {name: total.item() / self._count for name, total in self._sums.items()}
+        row = {name: total.item() / self._counts[name] for name, total in self._sums.items()}
         row |= self.look(self._batch, steps=steps)
         self._sums.clear()
+        self._counts.clear()
         self._count = 0
         return row
 
@@ -55,6 +58,7 @@ class UpdateMeter:
         return {
             "sums": {name: value.cpu() for name, value in self._sums.items()},
             "count": self._count,
+            "counts": dict(self._counts),
             "batch": looked_at,
             "newest_version": self.newest_version,
         }
@@ -62,6 +66,8 @@ class UpdateMeter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another meter was."""
         self._sums, self._count = dict(state["sums"]), int(state["count"])
+        counts = state.get("counts", dict.fromkeys(self._sums, self._count))  # older checkpoints do not have them
+        self._counts = Counter(counts)
         self.newest_version = int(state["newest_version"])
         looked_at = state["batch"]
         self._batch = TensorDict(looked_at, batch_size=[len(looked_at["action"])]) if looked_at else None

@@ -26,6 +26,7 @@ from millpond.train.evaluator import Evaluator, Task
 from millpond.train.settings import EnvSettings, EvalSettings
 from tests.alike import usually
 
+HERE = Path(__file__).parent
 PATIENCE_S = 60.0
 
 
@@ -129,7 +130,7 @@ def test_nobody_outlives_an_owner_that_is_killed(folder: Path, tmp_path: Path, b
         textwrap.dedent(
             f"""
             import sys, time
-            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent / "envs")]!r}
+            sys.path[:0] = {[str(HERE), str(HERE.parent / "envs"), str(HERE.parents[1])]!r}
             from pathlib import Path
             from test_families import MultiCollector, Parent, ReplayBuffer, Task, evaluator
 

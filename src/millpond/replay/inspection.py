@@ -223,7 +223,8 @@ class _Saved:
             raise ValueError(f"rows of shape {self._rows.shape}")
         self.numbers = np.arange(self.state[words.HEAD] - self.size, self.state[words.HEAD])
         self._by_age = np.arange(self.size)
-        if "slots" in saved["arrays"]:  # a pool: items left in any order
+        self.distinct = "slots" in saved["arrays"]
+        if self.distinct:  # a pool: items left in any order
             self.numbers = saved["arrays"]["slots"].words(2 * self.capacity, 3 * self.capacity)[self.slots]
             self._by_age = np.argsort(self.numbers, kind="stable")
             self.slots, self.numbers = self.slots[self._by_age], self.numbers[self._by_age]

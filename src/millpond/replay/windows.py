@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ STRATEGIES = ("future", "final", "episode", "random")
 class Around(Fixed):
     """A sampler around another one, which does the choosing."""
 
-    FIXED = ("base", "episode_key")
+    FIXED: ClassVar[tuple[str, ...]] = ("base", "episode_key")
     base: Sampler
 
     def __init__(self, base: Sampler | None, episode_key: str | tuple[str, ...] | None) -> None:

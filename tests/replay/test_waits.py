@@ -429,10 +429,11 @@ def test_hundreds_of_waiters_each_get_one() -> None:
 
 
 @pytest.mark.parametrize("op", usually(["sample", "extend"], "sample"))
-def test_interrupted_anywhere_nobody_is_left_among_those_that_wait(op: str) -> None:
+@pytest.mark.parametrize("every", usually([1, 13], 13))
+def test_interrupted_anywhere_nobody_is_left_among_those_that_wait(op: str, every: int) -> None:
     with ReplayBuffer(10, flow=Flow(min_size=5, admission="block"), consume_after_n_samples=1) as rb:
         rb.extend(numbers(2))
-        for place in itertools.count():
+        for place in itertools.count(step=every):
             cut_off = False
             try:
                 with interrupted(place, "replay/", "shm/"):

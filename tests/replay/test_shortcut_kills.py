@@ -22,6 +22,7 @@ from waits import Call
 from millpond import Flow, ReplayBuffer
 from millpond.replay import ConsumingSampler, PrioritizedSampler
 from millpond.replay import state as words
+from millpond.replay.shortcut import NoShortcut
 from millpond.shm import futex
 
 CAPACITY = 9
@@ -205,7 +206,7 @@ def look(rb: ReplayBuffer, name: str, states: list[list[int]], trees: Any, waite
     if at % 2:
         engine.shortcut = type(engine.shortcut)(engine, slow_kernels)  # those who go on have it, too
     else:
-        engine.shortcut = NOTHING
+        engine.shortcut = NoShortcut()
     began = time.monotonic()
     if name.startswith("put") and at % 3 == 0:
         rb.sample(1)  # whoever samples first finds it so, too
@@ -243,13 +244,3 @@ def check_leaves(rb: ReplayBuffer, trees: Any, where: str, begun: bool) -> None:
     old, new, now = (np.frombuffer(tree)[:CAPACITY] for tree in (*trees, tree_bytes(rb)))
     first = rb._works.engine.priorities.weigh(1.0, 1).leaves[0]
     assert all(now[i] in (old[i], new[i], first) for i in range(CAPACITY))
-
-
-class Nothing:
-    def sample(self, n: int, tray: Any = None) -> None:
-        return None
-
-    put = set_leaves = sample
-
-
-NOTHING = Nothing()

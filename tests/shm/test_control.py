@@ -360,7 +360,7 @@ def test_whoever_comes_later_to_a_burial_buries_nobody_alive(shared: Shared, sta
     first = min(stale, key=lambda line: line.number)
     shared.block.participants.bury(first)
     assert enrolled(shared, 1, 1) == first.number
-    shared.block.participants.dead = lambda: stale  # type: ignore[method-assign]
+    shared.block.participants.dead = lambda among=None: stale  # type: ignore[method-assign]
     assert [line.pid for line in shared.block.bury_dead()] == [line.pid for line in stale if line != first]
     assert [w.pid for w in shared.block.waiting()] == [os.getpid()]
     assert shared.block.bury_dead() == []

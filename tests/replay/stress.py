@@ -41,6 +41,7 @@ from stress_work import (
     SAVED,
     SHORT,
     STALE,
+    STAMP,
     TORN,
     WORST_US,
     WRITING,
@@ -168,9 +169,19 @@ class Run:
         with contextlib.suppress(NotReady):  # look before survivors write over it; they may have taken it all
             if torn(self.rb.peek(2000)):
                 self.problems.append(f"torn after a kill ({how})")
+        if victim["kind"] == "u" and head[CHANGING] and head[STAMP]:
+            self._check_updated(victim["ledger"])
         if victim["kind"] == "c":
             self._check_saved(victim["job"].saved, int(head[SAVED]))
         self.victims[i] = self.victim(victim["kind"], victim["job"].place)
+
+    def _check_updated(self, ledger: Ledger) -> None:
+        """So few rows are updated together, or not at all."""
+        n, stamp = int(ledger.head[CHANGING]), int(ledger.head[STAMP])
+        items = self.rb[:]
+        stamps = items["note"][:, 0].numpy()[np.isin(names(items["data"].numpy()), ledger.log[-n:])]
+        if 0 < (stamps == stamp).sum() < len(stamps):
+            self.problems.append(f"{(stamps == stamp).sum()} rows of an update of {n} were updated")
 
     def finish(self) -> dict[str, Any]:
         time.sleep(0.3)

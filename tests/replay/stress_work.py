@@ -35,7 +35,9 @@ from millpond.replay import engine as engine_module
 from millpond.shm import futex
 
 CAPACITY, WORDS, LOG, PLACES = 512, 14, 1 << 20, 6
-WRITTEN, WRITING, GOT, GETTING, STALE, CHANGING, SAVED, CALLS, WORST_US, TORN, LOGGED, PROBLEMS, SHORT = range(13)
+WRITTEN, WRITING, GOT, GETTING, STALE, CHANGING, SAVED, CALLS, WORST_US, TORN, LOGGED, PROBLEMS, SHORT, STAMP = range(
+    14
+)
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -215,7 +217,7 @@ class Worker:
 
     def sample(self, rb: ReplayBuffer) -> Any:
         head, n = self.head, self.job.n
-        head[GETTING] = n
+        head[STAMP], head[GETTING] = 0, n
         batch = self.timed(lambda: rb.sample(n, wait=True))
         head[TORN] += torn(batch)
         n = len(batch)  # the last one of an epoch may be smaller
@@ -245,6 +247,7 @@ class Worker:
         stamp = (self.job.ident << 32) | self.changes
         patch = patch_for(a, stamp, self.rng if self.changes % 2 else None)
         if len(a):
+            self.ledger.log[-len(a) :], self.head[STAMP] = names(a), stamp
             self.change(len(a), lambda: rb.update(mine, patch))
         self.stamps.update(dict.fromkeys(names(a).tolist(), stamp))
 

@@ -59,6 +59,11 @@ def waiters(client: Any, side: str) -> int:
     return int(client.stats()[f"waiting_{side}"])
 
 
+def parked(keeper: children.Child, owner: Any, side: str) -> int:
+    """How many calls wait at the owner, also those that only ask whether they may."""
+    return int(keeper.ask(children.describe, owner.name)["parked"][side])
+
+
 # ---------------------------------------------------------------------- choosing
 def test_the_shortest_way_is_taken(pond, client, monkeypatch):
     """``auto``: shared memory on the owner's host, which is proven by reading what the owner left there; else Gloo."""
@@ -187,15 +192,18 @@ def test_blocked_writers_are_freed_by_a_reader_elsewhere(pond, client):
     assert far.stats()["consumed"] == 100
 
 
-def test_waits_for_readiness_hold_nothing_either(pond, client):
+def test_waits_for_readiness_hold_nothing_either(pond, keeper, client):
+    """Nor are they among those that wait to do something, as in a buffer in this process."""
     owner = pond(10, kind=BlockingReplayBuffer, batch_size=2)
     made = client(owner)
     full = Waiting(made.wait_until_sampleable, 10)
-    wait_for(lambda: waiters(made, "consumers") == 1, "the waiter")
+    wait_for(lambda: parked(keeper, owner, "sample") == 1, "the waiter")
+    assert waiters(made, "consumers") == 0
     made.extend(batch(10))
     assert full.join() is True
     space = Waiting(made.wait_until_writable, 2, timeout=30)
-    wait_for(lambda: waiters(made, "producers") == 1, "the waiter")
+    wait_for(lambda: parked(keeper, owner, "extend") == 1, "the waiter")
+    assert waiters(made, "producers") == 0
     made.sample()
     assert space.join() is True
     assert made.stats()["producer_blocks"] == made.stats()["consumer_blocks"] == 0  # advisory
@@ -287,7 +295,8 @@ def test_the_death_of_the_owner_is_told(child, client, transport):
     owner = owning.ask(children.open_service, children.plan(10, batch_size=2, kind=BlockingReplayBuffer))
     made = client(owner, transport=transport)
     waiting = [Waiting(made.sample, wait=True), Waiting(made.wait_until_sampleable, 3)]
-    wait_for(lambda: waiters(made, "consumers") == 2, "the waiters")
+    here = made._buffer._works.engine.control.waiting if transport == "shm" else list
+    wait_for(lambda: len(here()) + parked(owning, owner, "sample") == 2, "the waiters")
     start = time.monotonic()
     owning.kill()
     for each in waiting:

@@ -136,9 +136,9 @@ class Answers:
                 f"{request.kind}({request.fields['n']}): writes of {self._held} bytes wait at the owner, and at "
                 f"most {HELD} may; wait_until_writable() waits without sending them"
             )
-        parked = False
+        parked, advisory = False, request.kind.startswith("until")
         try:
-            if not request.kind.startswith("until"):
+            if not advisory:
                 self._packed.count_block(side)
             ledger.park(number)
             parked = True
@@ -155,7 +155,7 @@ class Answers:
 
         need, exempt = request.fields["n"], request.fields["exempt"]
         attempt = functools.partial(self._attempt, client, request)
-        self._lots[side].park(Call(client.id, number, need, exempt, attempt, answered, left))
+        self._lots[side].park(Call(client.id, number, need, exempt, attempt, answered, advisory, left))
         return ledger.look(number) or Message("parked", number)
 
     def _hold(self, nbytes: int) -> bool:
@@ -277,14 +277,22 @@ class Answers:
 
     def stats(self) -> dict[str, Any]:
         """The buffer's, with the calls that are parked here among those that wait."""
-        figures, parked = self._packed.buffer.stats(), self.parked
-        figures["waiting_consumers"] += parked["sample"]
-        figures["waiting_producers"] += parked["extend"]
+        figures = self._packed.buffer.stats()
+        for figure, waiting in self.blocked.items():
+            figures[figure] += waiting
         return figures
 
     @property
+    def blocked(self) -> dict[str, int]:
+        """What the calls that wait here add to the buffer's counters: those that only ask whether they may, nothing."""
+        return {
+            "waiting_consumers": self._lots["sample"].blocked,
+            "waiting_producers": self._lots["extend"].blocked,
+        }
+
+    @property
     def parked(self) -> dict[Side, int]:
-        """How many calls wait here."""
+        """How many calls wait here, for whatever."""
         return {side: len(lot) for side, lot in self._lots.items()}
 
     # ------------------------------------------------------------------ checkpoints, piece by piece

@@ -38,6 +38,7 @@ class Call:
     exempt: bool  # from the ratio, so that others' refusals say nothing about it
     attempt: Callable[[], Message | None]
     answered: Callable[[Message], None]
+    advisory: bool = False  # it only asks whether it may, and blocks nobody
     left: Callable[[], None] = lambda: None  # comes once, when it is here no more
 
 
@@ -87,6 +88,11 @@ class Lot:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    @property
+    def blocked(self) -> int:
+        """How many of them are not advisory."""
+        return sum(not call.advisory for call in list(self._calls.values()))
 
     def close(self) -> None:
         """Try everybody a last time: the buffer is closed by now, and says so."""

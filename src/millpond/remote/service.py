@@ -261,8 +261,8 @@ class Service:
             report = self._report_private()
         else:
             report = inspect(owner.handle.path, rows=rows)
-        for figure, side in (("waiting_consumers", "sample"), ("waiting_producers", "extend")):
-            report["counters"][figure] = report["counters"].get(figure, 0) + remote["parked"][side]
+        for figure, waiting in self._answers.blocked.items():
+            report["counters"][figure] = report["counters"].get(figure, 0) + waiting
         return report | {"path": f"ray://{owner.namespace}/{owner.name}", "remote": remote}
 
     def _report_private(self) -> dict[str, Any]:

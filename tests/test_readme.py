@@ -41,7 +41,7 @@ def blocks(text):
 def examples(text):
     """The python blocks that run, each with the output that the page promises for it, or None."""
     found, lines = blocks(text), text.splitlines()
-    for block, following in zip(found, [*found[1:], None], strict=True):
+    for block, following in zip(found, found[1:] + [None] * bool(found), strict=True):
         if block.language == "python" and block.run:
             between = lines[block.line + len(block.code) + 1 : following.line - 1] if following else []
             shown = following and following.language == "text" and not "".join(between).strip()

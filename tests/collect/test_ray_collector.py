@@ -64,7 +64,7 @@ class DiesUnheard(Diary):
 
 def test_whatever_is_killed_frames_written_are_frames_collected(cluster: Any, tmp_path: Path) -> None:
     """Cases flow-11, unit-1, rem-8; all the counters of MultiCollector, under the same names."""
-    flag, total = tmp_path / "flag", 30_003
+    flag, total = tmp_path / "flag", 10_003
     flag.touch()
     with ReplayBuffer(100_000, shared=True) as rb:
         collector = RayCollector(
@@ -242,11 +242,19 @@ def test_an_actor_that_waits_for_space_pauses_goes_on_and_ends_with_the_buffer(c
 def test_more_deaths_than_may_be_replaced_end_the_collection(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("ray")
     from millpond.collect.fleet import Fleet
+    from millpond.collect.supervision import Watch
 
     with RayCollector(Diary, num_workers=2, frames_per_batch=4, max_restarts=2) as collector:
         crew = collector._crew
+        watch = Watch(stall_timeout=None, names=["Diary", "Diary"])
         fleet = Fleet(
-            collector._spec, [b"", b""], lines=crew.lines, roster=crew.roster, options={"num_cpus": 0}, max_restarts=2
+            collector._spec,
+            [b"", b""],
+            lines=crew.lines,
+            roster=crew.roster,
+            options={"num_cpus": 0},
+            max_restarts=2,
+            watch=watch,
         )
         first, second = fleet.seats
         for berth in (first, second):

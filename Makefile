@@ -9,7 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH ?= torch==2.13.0
 TRAIN ?= profile=demo
 TEST ?=
-JOBS ?= 3
+JOBS ?= 2
 BENCH ?=
 
 VENV := .venv

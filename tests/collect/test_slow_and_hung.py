@@ -58,8 +58,8 @@ class Slow(Diary):
         return super().step(action)
 
 
-def until(condition: Callable[[], Any], what: str = "") -> None:
-    end = time.monotonic() + PATIENCE_S
+def until(condition: Callable[[], Any], what: str = "", *, patience_s: float = PATIENCE_S) -> None:
+    end = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.01)
@@ -144,7 +144,7 @@ def test_a_hung_worker_is_named_and_replaced(
         ) as collector,
     ):
         collector.start()
-        until(lambda: all(worker["frames"] for worker in collector.stats()["workers"]))
+        until(lambda: all(worker["frames"] for worker in collector.stats()["workers"]), patience_s=300)
         collector.pause()
         stats = collector.stats()
     assert replay.write_count == stats["collected_frames"]
@@ -176,6 +176,9 @@ def test_the_last_pause_ends_a_worker_that_hangs_with_exact_counts(replay: Repla
         assert state["collected_frames"] == replay.write_count
 
 
+@pytest.mark.timeout(
+    400
+)  # three actors start one after the other, each of which imports for as long as the machine takes
 def test_a_hung_actor_is_named_and_replaced(cluster: Any, replay: ReplayBuffer, gate: Path) -> None:
     with RayCollector(
         lambda: Gated(gate, once=True),
@@ -186,7 +189,7 @@ def test_a_hung_actor_is_named_and_replaced(cluster: Any, replay: ReplayBuffer, 
         stall_timeout=3.0,
     ) as collector:
         collector.start()
-        until(lambda: all(worker["frames"] for worker in collector.stats()["workers"]))
+        until(lambda: all(worker["frames"] for worker in collector.stats()["workers"]), patience_s=300)
         collector.pause()
         stats = collector.stats()
     assert replay.write_count == stats["collected_frames"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -62,5 +63,6 @@ def kill_a_rank(path: Path) -> None:
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.05)
     for process in psutil.Process().children():
-        if "millpond.learn.rank" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.Error):  # one that ends by itself
+            if "millpond.learn.rank" in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)

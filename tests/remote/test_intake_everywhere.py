@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from millpond import BlockingReplayBuffer
+from millpond import BlockingReplayBuffer, ReplayBuffer
 from millpond.core.errors import InvalidArgument, InvalidType, NonFinite, SchemaMismatch, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.replay import PrioritizedSampler
@@ -105,3 +105,13 @@ def test_it_never_fits_where_nothing_is_overwritten(make: Any) -> None:
     buffer = make(7, kind=BlockingReplayBuffer)
     with pytest.raises(Unsatisfiable, match="8 items never fits.*capacity of 7"):
         buffer.extend({"x": torch.arange(8)})
+
+
+def test_an_item_without_a_name_is_updated_and_one_element_of_any_stride_travels(make: Any) -> None:
+    buffer = make(7, kind=ReplayBuffer)
+    buffer.extend(torch.arange(3, dtype=torch.int16))
+    one = torch.arange(4, dtype=torch.int16)[::2][1:]
+    assert one.tolist() == [2]
+    assert buffer.update([0], one) == 1
+    buffer.extend(one)
+    assert buffer[:].tolist() == [2, 1, 2, 2]

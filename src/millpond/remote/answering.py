@@ -266,8 +266,11 @@ class Answers:
 
     def _update(self, client: Client, asked: Message) -> Message:
         tensors = asked.tensors
-        patch: dict[str, Any] = {}
+        patch: Any = {}
         for i, key in enumerate(asked.fields["keys"]):
+            if not key:  # the item is one tensor without a name
+                patch = tensors[f"patch{i}"]
+                break
             place = patch
             for part in key[:-1]:
                 place = place.setdefault(part, {})

@@ -100,7 +100,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.uint8 and tensor.is_contiguous():  # rows, mostly
         return tensor.view(-1)
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)  # whatever its stride
+    if not len(flat):
+        return torch.empty(0, dtype=torch.uint8)
+    if flat.stride(0) != 1:  # of one element any stride counts as contiguous
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 def payload_nbytes(head: Head) -> int:

@@ -339,8 +339,8 @@ def serve(
     Arguments as those of `LearnerGroup`.
 
     Raises:
-        InvalidArgument: ``world_size`` is not torchrun's, or not that of rank 0; or this is rank 0.
-        Whatever ends this rank.
+        InvalidArgument: ``world_size`` is not torchrun's, or not that of rank 0; or this is rank 0. What else ends this
+            rank is raised as it is.
     """
     timeout, start_timeout = limits.pop("timeout", 7.0), limits.pop("start_timeout", 120.0)
     _check(world_size, batch_size, "torchrun", backend, timeout, start_timeout)

@@ -32,6 +32,17 @@ from millpond.core.errors import CheckpointError, InvalidArgument
 from millpond.replay.drawing import Ints
 
 MAGIC = b"MILLPOND"
+# What reading numbers that mean nothing may raise, before anybody has said so in words.
+DAMAGE = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 VERSION = 1
 PIECE = 4 << 20  # bytes that are in memory at a time
 _HEAD = struct.Struct("<8sIQI")

@@ -269,16 +269,7 @@ def _saved(path: Path, rows: int) -> Report:
                 "episodes": None if items is None else episodes_of(items, saved.get("num_envs")),
                 "rows": [] if items is None else items.youngest(rows),
             }
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as problem:
+    except container.DAMAGE as problem:
         if isinstance(problem, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no checkpoint of a replay buffer: {problem!r:.200}") from problem

@@ -16,6 +16,7 @@ import torch
 
 from millpond.core.errors import BufferClosed, CheckpointError
 from millpond.core.schema import Key, Schema
+from millpond.replay import container
 from millpond.replay import state as words
 from millpond.replay.annealing import number
 from millpond.replay.container import VERSION, Column
@@ -69,16 +70,7 @@ def checked(engine: Engine, bound: Schema | None, saved: Any) -> Sound:
         return _Check(engine, bound, saved).all()
     except (BufferClosed, CheckpointError):
         raise
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as problem:
+    except container.DAMAGE as problem:
         raise CheckpointError(f"this is no checkpoint of a replay buffer: {problem!r:.300}") from problem
 
 

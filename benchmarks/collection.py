@@ -51,7 +51,7 @@ def _large() -> None:
     env.reset(seed=0)
     choices = [env.action_space.sample() for _ in range(4)]
     with Collector("CartPole-v1", frames_per_batch=LARGE, num_envs=LARGE, replay=rb, seed=0) as collector:
-        rollout = collector._lane.rollout
+        rollout = collector._batch_writer.rollout
         watches = {
             "the environment's step": Stopwatch(rollout.stepper.env, "step"),
             "drawing random actions": Stopwatch(rollout.stepper.env.action_space, "sample"),

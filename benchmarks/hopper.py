@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from millpond.replay import kernels
+from millpond.replay.kernels import loading as kernels
 
 ITEMS = 1_000_000
 WORDS = 14  # 64-bit words of a row

@@ -12,8 +12,9 @@ import torch
 
 from benchmarks.harness import Cell, report
 from millpond import Flow, ReplayBuffer
-from millpond.replay import PrioritizedSampler, kernels
-from millpond.replay.shortcut import WORTH_CALLS
+from millpond.replay import PrioritizedSampler
+from millpond.replay.kernels import loading
+from millpond.replay.kernels.binding import WORTH_CALLS
 
 OPERATIONS = 1_000_000
 
@@ -21,8 +22,8 @@ OPERATIONS = 1_000_000
 def main() -> None:
     """Print the table of operations."""
     torch.set_num_threads(1)
-    kernels.request()  # else it is their loading that would show
-    kernels.wait()
+    loading.request()  # else it is their loading that would show
+    loading.wait()
     lines: list[dict[str, Cell]] = []
     made: dict[str, Callable[[], ReplayBuffer]] = {
         "uniform": lambda: ReplayBuffer(10_000, seed=0),

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.harness import Cell, report
 from millpond import BlockingReplayBuffer
-from millpond.replay import kernels
-from millpond.replay.shortcut import WORTH_CALLS
+from millpond.replay.kernels import loading as kernels
+from millpond.replay.kernels.binding import WORTH_CALLS
 
 ROUNDS, WARM_UP = 1500, 100
 

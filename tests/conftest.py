@@ -59,7 +59,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def compile_kernels() -> None:
     """Fill Numba's cache, in a process of its own: this one starts the workers."""
-    load = "from millpond.replay import kernels; kernels.request(); kernels.wait()"
+    load = "from millpond.replay.kernels import loading; loading.request(); loading.wait()"
     subprocess.run([sys.executable, "-c", load], check=False, timeout=300)
 
 
@@ -108,7 +108,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("@pytest.mark.leaks needs reason=...", pytrace=False)
     before = leaks.look()
     yield
-    loading = sys.modules.get("millpond.replay.kernels")
+    loading = sys.modules.get("millpond.replay.kernels.loading")
     if loading is not None:
         loading.wait()  # one thread for each process, which ends by itself
     if marker:

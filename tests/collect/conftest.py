@@ -16,7 +16,7 @@ import pytest
 from millpond.shm.directory import shared_root
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "envs"))
-multiprocessing.set_forkserver_preload(["millpond.collect.workers"])
+multiprocessing.set_forkserver_preload(["millpond.collect.worker"])
 PATIENCE_S = 30.0
 
 

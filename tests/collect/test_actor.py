@@ -19,10 +19,10 @@ from policies import Constant, Waver
 from tensordict import TensorDict
 
 from millpond.collect.actor import CollectActor, Home, Order, Report
-from millpond.collect.parcel import Format
-from millpond.collect.roster import STATES, Roster
-from millpond.collect.rows import transition_fields
-from millpond.collect.workers import WorkerSpec
+from millpond.collect.packing import Format
+from millpond.collect.rollout_storage import transition_fields
+from millpond.collect.worker import WorkerSpec
+from millpond.collect.worker_status import STATES, WorkerTable
 from millpond.flow.limiter import Flow
 from millpond.replay import ReplayBuffer
 from millpond.shm import identity
@@ -62,7 +62,7 @@ def _taken_back(number: int) -> Any:
 
 
 def began(asked: WorkerSpec, *, board: bytes | None = None, home: Home | None = None) -> tuple[CollectActor, Report]:
-    actor, line = CollectActor(), Roster(bytearray(Roster.nbytes(1)), workers=1).lines[0]
+    actor, line = CollectActor(), WorkerTable(bytearray(WorkerTable.nbytes(1)), workers=1).lines[0]
     pickled = cloudpickle.dumps((asked, -1))
     # far away nobody watches this process, so that no thread stays
     report = actor.begin(pickled, line.told(), 1, board, FAR if home is None else home, identity.me())
@@ -74,7 +74,7 @@ def order(number: int, frames: int = 10, first: int = 0) -> Order:
 
 
 def state_of(report: Report) -> str:
-    line = Roster(bytearray(Roster.nbytes(1)), workers=1).lines[0]
+    line = WorkerTable(bytearray(WorkerTable.nbytes(1)), workers=1).lines[0]
     line.hear(report.line)
     return STATES[line.state]
 
@@ -258,7 +258,7 @@ def test_quarantined_transitions_are_told_once() -> None:
 
 
 def test_a_line_that_travelled_says_what_it_said() -> None:
-    here, there = (Roster(bytearray(Roster.nbytes(1)), workers=1).lines[0] for _ in range(2))
+    here, there = (WorkerTable(bytearray(WorkerTable.nbytes(1)), workers=1).lines[0] for _ in range(2))
     there.enter()
     there.state, here.paused = 4, 7
     clock, words = there.told()

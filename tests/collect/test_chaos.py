@@ -19,8 +19,8 @@ from policies import Waver
 
 from millpond.collect import MultiCollector
 from millpond.replay import ReplayBuffer
+from millpond.shm.directory import leftovers
 from millpond.shm.mapped import remove_directory
-from millpond.shm.reaper import leftovers
 from tests.alike import usually
 
 PATIENCE_S = 60.0

@@ -21,7 +21,7 @@ from millpond.algos.sac import SAC
 from millpond.collect import MultiCollector
 from millpond.core.spec import BoxAction, EnvSpec
 from millpond.replay import ReplayBuffer
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 from millpond.train.evaluator import Evaluator, Task
 from millpond.train.settings import EnvSettings, EvalSettings
 from tests.alike import usually

@@ -1,4 +1,4 @@
-"""Ctrl-C while the workers are started, and the call again: one crew, and every frame once."""
+"""Ctrl-C while the workers are started, and the call again: one worker pool, and every frame once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def finish(collector: MultiCollector, replay: ReplayBuffer, *, before: int) -> N
     assert collector.wait(timeout=60)
     stats = collector.stats()
     assert stats["restarts"] == 0
-    assert max(line.lives for line in collector._crew.roster.lines) == 1
+    assert max(line.lives for line in collector._pool.worker_table.lines) == 1
     assert replay.write_count - before == stats["written_frames"] == stats["collected_frames"] == TOTAL
 
 
@@ -52,7 +52,9 @@ def test_interrupted_at_any_call_of_a_start(replay: ReplayBuffer, first: str, pa
             Diary, Waver(), num_workers=2, frames_per_batch=10, total_frames=TOTAL, replay=replay
         ) as collector:
             try:
-                with interrupted(place, "collect/team.py", "collect/crew.py", "collect/super", "collect/thread.py"):
+                with interrupted(
+                    place, "collect/parallel.py", "collect/worker_pool.py", "collect/super", "collect/thread.py"
+                ):
                     if first == "start":
                         collector.start()
                     else:
@@ -98,7 +100,9 @@ def test_written_frames_are_exact_whatever_was_interrupted(replay: ReplayBuffer)
     with Collector(Diary, Waver(), frames_per_batch=5, num_envs=2, total_frames=2000, replay=replay) as collector:
         for place in range(100_000):
             try:
-                with interrupted(place // 2 if place % 2 == 0 else -1, "collect/collector.py", "collect/lane.py"):
+                with interrupted(
+                    place // 2 if place % 2 == 0 else -1, "collect/collector.py", "collect/batch_writer.py"
+                ):
                     next(collector)
             except Interrupt:
                 struck += 1

@@ -156,7 +156,7 @@ def test_on_another_host_weights_and_frames_take_other_ways(cluster: Any, monkey
     """Case rem-2: the actor that is killed writes through the network to an owner elsewhere."""
     from millpond.remote import RayReplayBuffer
 
-    monkeypatch.setattr("millpond.collect.station.DOUBT_S", 1.0)
+    monkeypatch.setattr("millpond.collect.actor_handle.DOUBT_S", 1.0)
     module = Constant(3.0)
     far = {"runtime_env": {"env_vars": {"MILLPOND_HOST": "far"}}}
     with (
@@ -242,29 +242,29 @@ def test_an_actor_that_waits_for_space_pauses_goes_on_and_ends_with_the_buffer(c
 
 def test_more_deaths_than_may_be_replaced_end_the_collection(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("ray")
-    from millpond.collect.fleet import Fleet
+    from millpond.collect.ray_supervisor import RaySupervisor
     from millpond.collect.supervision import Watch
 
     with RayCollector(Diary, num_workers=2, frames_per_batch=4, max_restarts=2) as collector:
-        crew = collector._crew
+        pool = collector._pool
         watch = Watch(stall_timeout=None, names=["Diary", "Diary"])
-        fleet = Fleet(
+        supervisor = RaySupervisor(
             collector._spec,
             [b"", b""],
-            lines=crew.lines,
-            roster=crew.roster,
+            lines=pool.lines,
+            worker_table=pool.worker_table,
             options={"num_cpus": 0},
             max_restarts=2,
             watch=watch,
         )
-        first, second = fleet.seats
-        for berth in (first, second):
-            fleet.lost(berth, "died: by accident")
-        assert fleet.failure is None
+        first, second = supervisor.handles
+        for order_book in (first, second):
+            supervisor.lost(order_book, "died: by accident")
+        assert supervisor.failure is None
         assert "worker 1 died: by accident; restart 2 of 2" in caplog.text
-        fleet.lost(first, "died: again")
-        assert str(fleet.failure) == "worker 0 died: again; the 2 restarts that are allowed were made"
-        assert fleet.stopping
+        supervisor.lost(first, "died: again")
+        assert str(supervisor.failure) == "worker 0 died: again; the 2 restarts that are allowed were made"
+        assert supervisor.stopping
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,8 @@ def test_to_be_asked_later_leaves_no_trace() -> None:
         policy = Counting()
         torch.manual_seed(0)
         with Collector(Diary, policy, frames_per_batch=5, total_frames=10, random_frames=5, seed=0) as collector:
-            assert collector._lane.rollout._asking is not None
-            collector._lane.rollout._asking.rehearsed = not trying
+            assert collector._batch_writer.rollout._asking is not None
+            collector._batch_writer.rollout._asking.rehearsed = not trying
             found.append(torch.cat([batch["action"] for batch in collector]))
         assert policy.asked == 5
     assert torch.equal(*found)
@@ -258,4 +258,4 @@ def test_an_error_of_the_user_s_own_kind_counts_as_the_kind_that_is_known() -> N
     with MultiCollector(Breaks, num_workers=1, frames_per_batch=5) as collector:
         with pytest.raises(NonFinite, match="worker 0: x: not finite"):
             next(collector)
-        assert not isinstance(collector._crew.supervisor.failure, WorkerFailed)  # type: ignore[union-attr]
+        assert not isinstance(collector._pool.supervisor.failure, WorkerFailed)  # type: ignore[union-attr]

@@ -139,7 +139,7 @@ def test_a_waiter_that_was_killed_is_shown_as_dead(processes: Any) -> None:
 def test_a_holder_that_is_stopped_does_not_stop_the_onlooker(processes: Any, capsys: Any) -> None:
     with ReplayBuffer(10, shared=True) as rb:
         rb.extend(steps(3))
-        mutex = rb._works.engine.control.mutex
+        mutex = rb._local.engine.control.mutex
 
         def hold() -> None:
             mutex.lock()
@@ -169,8 +169,8 @@ def test_what_a_killed_owner_left_stays_as_it_is(processes: Any, tmp_path: Path)
         rb = ReplayBuffer(MappedStorage(10, path), sampler=PrioritizedSampler(), consume_after_n_samples=1)
         rb.extend(steps(6))
         rb.sample(2)
-        assert rb._works.engine.rows is not None
-        rb._works.engine.rows.hook = lambda step: os.kill(os.getpid(), signal.SIGKILL)
+        assert rb._local.engine.rows is not None
+        rb._local.engine.rows.hook = lambda step: os.kill(os.getpid(), signal.SIGKILL)
         rb.extend(steps(3, 6))
 
     killed(process := processes(work))

@@ -20,7 +20,7 @@ from millpond.learn.group import LearnerGroup
 from millpond.learn.learner import Learner
 from millpond.replay import NStep, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.shm import identity
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 from tests.algos.batches import NAMES, batch_for, make, snapshot
 from tests.alike import usually
 

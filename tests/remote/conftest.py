@@ -15,12 +15,11 @@ import pytest
 import remote_children as children
 
 from millpond import ReplayBuffer
+from millpond.remote.address import OwnerAddress
 from millpond.remote.client import ReplayClient
-from millpond.remote.owner import Owner
-from millpond.shm.directory import shared_root
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap, shared_root
 
-multiprocessing.set_forkserver_preload(["millpond.remote.service", "millpond.remote.client"])
+multiprocessing.set_forkserver_preload(["millpond.remote.server", "millpond.remote.client"])
 
 Make = Callable[..., Any]
 
@@ -80,11 +79,11 @@ def child() -> Iterator[Callable[[], children.Child]]:
 
 
 @pytest.fixture
-def pond(keeper: children.Child) -> Iterator[Callable[..., Owner]]:
+def pond(keeper: children.Child) -> Iterator[Callable[..., OwnerAddress]]:
     """``pond(capacity, …)`` opens a buffer in another process, and gives what a client must know of it."""
     names: list[str] = []
 
-    def opened(storage: Any, **arguments: Any) -> Owner:
+    def opened(storage: Any, **arguments: Any) -> OwnerAddress:
         names.append(f"pond{len(names)}")
         asked = children.plan(storage, name=names[-1], **arguments)
         return keeper.ask(children.open_service, asked)
@@ -102,7 +101,7 @@ def client() -> Iterator[Callable[..., ReplayClient]]:
     """``client(owner, transport="gloo", …)``, left at the end."""
     made: list[ReplayClient] = []
 
-    def make(owner: Owner, **options: Any) -> ReplayClient:
+    def make(owner: OwnerAddress, **options: Any) -> ReplayClient:
         made.append(ReplayClient(owner, **{"transport": "gloo", "connect_timeout": 20.0, **options}))
         return made[-1]
 
@@ -139,11 +138,11 @@ def node(cluster: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture(scope="package")
-def ray_keeper(cluster: str) -> Iterator[Callable[[Any], Owner]]:
+def ray_keeper(cluster: str) -> Iterator[Callable[[Any], OwnerAddress]]:
     """An actor that owns buffers, one test after the other: `RayReplayBuffer` starts a new one for each."""
     import ray
 
-    from millpond.remote.service import ReplayActor
+    from millpond.remote.server import ReplayActor
 
     actor = (
         ray.remote(concurrency_groups={"control": 4, "data": 16})(ReplayActor)
@@ -182,8 +181,8 @@ def make(way: str, request: pytest.FixtureRequest, pond: Any, client: Any) -> It
         if way in ("shm", "gloo"):
             return client(pond(storage, kind=kind, **arguments), transport=way, seed=arguments.get("seed"))
         owner = request.getfixturevalue("ray_keeper")(children.plan(storage, kind=kind, **arguments))
-        if not isinstance(owner, Owner):
-            from millpond.remote.failures import raised
+        if not isinstance(owner, OwnerAddress):
+            from millpond.remote.messages import raised
 
             raise raised(owner)
         return client(owner, transport="ray")

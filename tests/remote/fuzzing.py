@@ -14,9 +14,9 @@ import torch
 from remote_children import batch
 
 from millpond.core.schema import Schema
-from millpond.remote.line import REQUEST
+from millpond.remote.address import OwnerAddress
+from millpond.remote.connection import REQUEST
 from millpond.remote.messages import HEAD, SMALL, Message, encode
-from millpond.remote.owner import Owner
 
 SCHEMA = Schema.from_example(batch(1))
 ANSWERED_S = 15.0  # every input is answered, or hung up on, within so many seconds
@@ -42,7 +42,7 @@ class Fuzzer:
     """``stream()`` makes what one connection says. The same seed makes the same. ``state``: a saved one of such a
     buffer."""
 
-    def __init__(self, owner: Owner, seed: int, state: bytes) -> None:
+    def __init__(self, owner: OwnerAddress, seed: int, state: bytes) -> None:
         self.owner, self.chance, self.state = owner, random.Random(seed), state
 
     # ------------------------------------------------------------------ as it should be
@@ -205,7 +205,7 @@ KINDS = [
 ]
 
 
-def say(owner: Owner, stream: bytes) -> None:
+def say(owner: OwnerAddress, stream: bytes) -> None:
     """Say it, say that this is all, and listen to the end. Fails where that does not come."""
     assert owner.line is not None
     with socket.create_connection(owner.line, timeout=ANSWERED_S) as connection:

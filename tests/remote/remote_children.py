@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict
 
 from millpond import Flow, ReplayBuffer
-from millpond.remote import line
+from millpond.remote import connection as line
+from millpond.remote.address import OwnerAddress
 from millpond.remote.client import ReplayClient
-from millpond.remote.owner import Owner
-from millpond.remote.service import Plan, Service
+from millpond.remote.server import Plan, Server
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HERE = "127.0.0.1"
@@ -107,8 +107,8 @@ def _obey(pipe: Connection) -> None:
 
 
 # ---------------------------------------------------------------------- as an owner
-def open_service(state: dict[str, Any], asked: Plan, node: str = HERE) -> Owner:
-    service = Service(asked, node=node, cluster="")
+def open_service(state: dict[str, Any], asked: Plan, node: str = HERE) -> OwnerAddress:
+    service = Server(asked, node=node, cluster="")
     state.setdefault("services", {})[asked.name] = service
     return service.listen()
 

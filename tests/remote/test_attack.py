@@ -21,7 +21,9 @@ from remote_children import batch, ids_of, wait_for
 
 from millpond import BlockingReplayBuffer, ReplayBuffer
 from millpond.core.errors import InvalidArgument, InvalidType, MillpondError, OutOfMemory
-from millpond.remote import answering, caller, switchboard
+from millpond.remote import caller
+from millpond.remote import handlers as answering
+from millpond.remote import listener as listener
 from millpond.remote.allowance import STEP, Allowance
 from millpond.remote.client import ReplayClient
 from millpond.remote.messages import HEAD, SMALL, Message, decode, encode
@@ -270,7 +272,7 @@ class Office:
         self.left: list[Any] = []
         self.token = os.urandom(16)
         self.allowance = Allowance(8 * STEP)
-        self.board = switchboard.Switchboard(
+        self.board = listener.Listener(
             "127.0.0.1",
             token=self.token,
             allowance=self.allowance,
@@ -312,7 +314,7 @@ def answered(office: Office) -> bool:
 
 def test_strangers_have_one_deadline_to_say_who_they_are(office, monkeypatch):
     """200 of them, who know how every byte of the token goes on, and send one whenever they would be given up."""
-    monkeypatch.setattr(switchboard, "HELLO_S", 0.5)
+    monkeypatch.setattr(listener, "HELLO_S", 0.5)
     strangers = [socket.create_connection(office.board.address, timeout=20) for _ in range(200)]
     for k in range(31):
         for each in strangers:
@@ -329,9 +331,9 @@ def test_strangers_have_one_deadline_to_say_who_they_are(office, monkeypatch):
 
 def test_strangers_take_no_thread_and_not_the_place_of_others(office):
     threads = threading.active_count()
-    strangers = [socket.create_connection(office.board.address, timeout=20) for _ in range(3 * switchboard.STRANGERS)]
+    strangers = [socket.create_connection(office.board.address, timeout=20) for _ in range(3 * listener.STRANGERS)]
     assert answered(office)
-    wait_for(lambda: sum(hung_up(each) for each in strangers) >= 2 * switchboard.STRANGERS, "the first to give way")
+    wait_for(lambda: sum(hung_up(each) for each in strangers) >= 2 * listener.STRANGERS, "the first to give way")
     assert threading.active_count() <= threads + 1
     for each in strangers:
         each.close()

@@ -20,9 +20,9 @@ from remote_children import batch, ids_of, wait_for
 from millpond import BlockingReplayBuffer, Flow, ReplayBuffer
 from millpond.core.errors import BufferClosed, MillpondError, NotShareable, PeerLost, SchemaMismatch
 from millpond.core.schema import Schema
+from millpond.remote.address import HOST
 from millpond.remote.client import ReplayClient
-from millpond.remote.line import SILENCE
-from millpond.remote.owner import HOST
+from millpond.remote.connection import SILENCE
 from millpond.replay import ConsumingSampler, NStep, PrioritizedSampler
 from millpond.shm.directory import shared_root
 
@@ -295,7 +295,7 @@ def test_the_death_of_the_owner_is_told(child, client, transport):
     owner = owning.ask(children.open_service, children.plan(10, batch_size=2, kind=BlockingReplayBuffer))
     made = client(owner, transport=transport)
     waiting = [Waiting(made.sample, wait=True), Waiting(made.wait_until_sampleable, 3)]
-    here = made._buffer._works.engine.control.waiting if transport == "shm" else list
+    here = made._buffer._local.engine.control.waiting if transport == "shm" else list
     wait_for(lambda: len(here()) + parked(owning, owner, "sample") == 2, "the waiters")
     start = time.monotonic()
     owning.kill()

@@ -22,7 +22,7 @@ from test_gloo import WITHIN_S, Waiting, waiters
 from millpond.core.errors import PeerLost
 from millpond.core.schema import Schema
 from millpond.remote import RayReplayBuffer
-from millpond.remote.owner import HOST
+from millpond.remote.address import HOST
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The parts of remote replay on their own: messages, the ledger, parked calls, lines. Nothing here sleeps."""
+"""The parts of remote replay on their own: messages, the ledger, pending calls, lines. Nothing here sleeps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from remote_children import wait_for
 from millpond.core import errors
 from millpond.core.errors import InvalidArgument, MillpondError, PeerLost, SchemaMismatch, WorkerFailed
 from millpond.remote.allowance import STEP, Allowance
-from millpond.remote.failures import failed, raised
-from millpond.remote.ledger import Ledger
-from millpond.remote.line import COLLECT, Line
-from millpond.remote.messages import SMALL, Message, decode, encode, number_of, payload_nbytes
-from millpond.remote.parking import Call, Lot
-from millpond.remote.switchboard import Switchboard
-from millpond.remote.transfer import PIECE, Spool, places
+from millpond.remote.connection import COLLECT, Connection
+from millpond.remote.listener import Listener
+from millpond.remote.messages import SMALL, Message, decode, encode, failed, number_of, payload_nbytes, raised
+from millpond.remote.packed import PIECE, Spool, places
+from millpond.remote.pending import Call, Ledger, PendingCalls
 
 # ---------------------------------------------------------------------- messages
 SIZES = {"empty": 0, "small": 100, "brim": SMALL, "large": SMALL + 1}
@@ -168,7 +166,7 @@ def test_a_parked_request_is_known_and_its_answer_kept():
     assert ledger.begin(request(1)) == Message("done", 1)
 
 
-# ---------------------------------------------------------------------- parked calls
+# ---------------------------------------------------------------------- pending calls
 class Bell:
     """`Tickets` that ring when told to, and say how often they were looked at."""
 
@@ -191,12 +189,14 @@ class Parked:
 
     room = 0
 
-    def __init__(self, lot: Lot, need: int, *, client: bytes = b"c", number: int = 0, exempt: bool = False) -> None:
+    def __init__(
+        self, pending: PendingCalls, need: int, *, client: bytes = b"c", number: int = 0, exempt: bool = False
+    ) -> None:
         self.tries = 0
         self.answers: list[Message] = []
         self.need = need
         self.call = Call(client, number or need, need, exempt, self.attempt, self.answers.append)
-        lot.park(self.call)
+        pending.park(self.call)
 
     def attempt(self) -> Message | None:
         self.tries += 1
@@ -207,84 +207,84 @@ class Parked:
 
 
 @pytest.fixture
-def lot():
+def pending():
     bell = Bell()
-    lot = Lot("test", bell)
-    lot.bell = bell
+    pending = PendingCalls("test", bell)
+    pending.bell = bell
     Parked.room = 0
-    yield lot
+    yield pending
     bell.rung.put(None)
     Parked.room = 10**9
-    lot.close()
+    pending.close()
 
 
-def test_a_call_is_tried_when_it_parks_and_whenever_something_changed(lot):
-    call = Parked(lot, 3)
-    wait_for(lambda: lot.bell.slept == 1, "the lot to sleep")
+def test_a_call_is_tried_when_it_parks_and_whenever_something_changed(pending):
+    call = Parked(pending, 3)
+    wait_for(lambda: pending.bell.slept == 1, "the lot to sleep")
     assert not call.answers
     tries = call.tries
     assert 1 <= tries <= 2
     Parked.room = 3
-    lot.bell.rung.put(None)
+    pending.bell.rung.put(None)
     wait_for(lambda: call.answers, "the answer")
     assert call.answers == [Message("done", 3)]
     assert call.tries == tries + 1
-    assert len(lot) == 0
+    assert len(pending) == 0
 
 
-def test_a_change_between_the_first_try_and_the_parking_is_not_missed(lot):
-    """The request was refused, then room came, then it was parked: nobody will ring again."""
+def test_a_change_between_the_first_try_and_the_parking_is_not_missed(pending):
+    """The request was refused, then room came, then it was pending: nobody will ring again."""
     Parked.room = 5
-    call = Parked(lot, 5)
+    call = Parked(pending, 5)
     assert call.answers == [Message("done", 5)]
 
 
-def test_the_first_come_is_served_first_and_the_hopeless_are_not_tried(lot):
-    calls = [Parked(lot, need, number=i + 1) for i, need in enumerate([5, 9, 5, 3, 7])]
-    wait_for(lambda: lot.bell.slept == 1, "the lot to sleep")
+def test_the_first_come_is_served_first_and_the_hopeless_are_not_tried(pending):
+    calls = [Parked(pending, need, number=i + 1) for i, need in enumerate([5, 9, 5, 3, 7])]
+    wait_for(lambda: pending.bell.slept == 1, "the lot to sleep")
     before = [call.tries for call in calls]
     Parked.room = 9
-    lot.bell.rung.put(None)
-    wait_for(lambda: lot.bell.slept == 2, "the lot to sleep again")
+    pending.bell.rung.put(None)
+    wait_for(lambda: pending.bell.slept == 2, "the lot to sleep again")
     assert [bool(call.answers) for call in calls] == [True, False, False, True, False]
     assert [call.tries - tries for call, tries in zip(calls, before, strict=True)] == [1, 1, 1, 1, 0]
 
 
-def test_refusals_say_nothing_about_those_outside_the_ratio(lot):
-    strict, exempt = Parked(lot, 2), Parked(lot, 2, number=9, exempt=True)
+def test_refusals_say_nothing_about_those_outside_the_ratio(pending):
+    strict, exempt = Parked(pending, 2), Parked(pending, 2, number=9, exempt=True)
     tries = exempt.tries
-    lot.look()
+    pending.look()
     assert exempt.tries == tries + 1
     assert strict.answers == exempt.answers == []
 
 
-def test_a_call_that_was_taken_back_is_not_carried_out(lot):
-    call, other, gone = Parked(lot, 3), Parked(lot, 4), Parked(lot, 5, client=b"gone")
-    assert lot.withdraw(b"c", 3)
-    assert not lot.withdraw(b"c", 3)
-    lot.forget(b"gone")
+def test_a_call_that_was_taken_back_is_not_carried_out(pending):
+    call, other, gone = Parked(pending, 3), Parked(pending, 4), Parked(pending, 5, client=b"gone")
+    assert pending.withdraw(b"c", 3)
+    assert not pending.withdraw(b"c", 3)
+    pending.forget(b"gone")
     Parked.room = 100
-    lot.look()
+    pending.look()
     assert (call.answers, other.answers, gone.answers) == ([], [Message("done", 4)], [])
 
 
-def test_at_the_end_everybody_is_tried_once_more(lot):
-    call = Parked(lot, 3)
-    wait_for(lambda: lot.bell.slept == 1, "the lot to sleep")
+def test_at_the_end_everybody_is_tried_once_more(pending):
+    call = Parked(pending, 3)
+    wait_for(lambda: pending.bell.slept == 1, "the lot to sleep")
     Parked.room = 10**9
-    lot.bell.rung.put(None)
-    lot.close()
+    pending.bell.rung.put(None)
+    pending.close()
     assert call.answers
-    late = Parked(lot, 4)
+    late = Parked(pending, 4)
     assert late.answers == [Message("done", 4)]
 
 
-def test_a_thousand_calls_take_one_thread(lot):
+def test_a_thousand_calls_take_one_thread(pending):
     before = threading.active_count()
-    calls = [Parked(lot, 1, number=i + 1) for i in range(1000)]
+    calls = [Parked(pending, 1, number=i + 1) for i in range(1000)]
     assert threading.active_count() == before
     Parked.room = 1000
-    lot.look()
+    pending.look()
     assert all(call.answers for call in calls)
 
 
@@ -297,7 +297,7 @@ class Office:
         self.left: list[Any] = []
         self.token = secrets.token_bytes(16)
         self.allowance = Allowance(8 * STEP)
-        self.board = Switchboard(
+        self.board = Listener(
             "127.0.0.1",
             token=self.token,
             allowance=self.allowance,
@@ -321,15 +321,15 @@ def office():
     made.board.close()
 
 
-def dial(office: Office, token: bytes | None = None) -> Line:
-    return Line(office.board.address, office.token if token is None else token, timeout=10)
+def dial(office: Office, token: bytes | None = None) -> Connection:
+    return Connection(office.board.address, office.token if token is None else token, timeout=10)
 
 
-def ask(line: Line, number: int, kind: str = "say", **tensors: torch.Tensor) -> None:
+def ask(line: Connection, number: int, kind: str = "say", **tensors: torch.Tensor) -> None:
     line.ask(*encode(Message(kind, number, {}, tensors)))
 
 
-def heard(line: Line, slot: Any) -> Message:
+def heard(line: Connection, slot: Any) -> Message:
     return decode(*line.wait(slot, 10))
 
 
@@ -355,7 +355,7 @@ def test_a_stranger_learns_nothing(office):
     with pytest.raises(PeerLost, match="not the owner"):
         dial(office, token=bytes(16))
     with pytest.raises(PeerLost, match="nobody answers"):
-        Line(("127.0.0.1", 1), bytes(16), timeout=5)
+        Connection(("127.0.0.1", 1), bytes(16), timeout=5)
     assert office.here == []
 
 
@@ -419,7 +419,7 @@ def test_whoever_waits_hears_the_end(office, how):
     line.close()
 
 
-def ask_often(line: Line) -> None:
+def ask_often(line: Connection) -> None:
     """The first request after the end may still find room in a buffer of the kernel's."""
     for _ in range(100):
         line.ask(b"x" * 1000)

@@ -39,7 +39,7 @@ from millpond.core.schema import Schema
 from millpond.remote import RayReplayBuffer, ReplayClient, connect
 from millpond.remote.cluster import NAMESPACE
 from millpond.replay import ConsumingSampler
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 
 ray = pytest.importorskip("ray")
 ROW_NBYTES = Schema.from_example(batch(1)).row_nbytes

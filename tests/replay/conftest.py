@@ -1,11 +1,11 @@
-"""The two ways to have the shortcut."""
+"""The two ways to have the fast path."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from shortcuts import either
+from fast_paths import either
 
 
 @pytest.fixture(params=["compiled", "slow"])

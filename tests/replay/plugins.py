@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from millpond.core.schema import Schema
-from millpond.replay.drawing import Draw, Items, Randomness
+from millpond.replay.samplers.protocol import Draw, Items, Randomness
 from millpond.replay.state import USER
 
 

@@ -1,6 +1,6 @@
-"""The kernels of `shortcut_numba` in plain Python: the same source, line by line, with stand-ins for what Numba adds.
+"""The kernels of `ring` in plain Python: the same source, line by line, with stand-ins for what Numba adds.
 
-`CompiledShortcut(engine, slow_kernels)` then does what the compiled ones do, slowly, so that a test can stop, kill and
+`CompiledFastPath(engine, slow_kernels)` then does what the compiled ones do, slowly, so that a test can stop, kill and
 look between any two lines. ``FILES`` are the sources whose lines these are.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-import millpond.replay
+import millpond.replay.kernels
 
-_HERE = Path(millpond.replay.__file__).parent
+_HERE = Path(millpond.replay.kernels.__file__).parent
 _LIBC = ctypes.PyDLL(None)  # keeps the GIL, as the kernels do
 _TYPES = {"int32": ctypes.c_int32, "intp": ctypes.c_ssize_t}
 
@@ -86,7 +86,7 @@ class _SignatureTypes:
 
 _STAND_INS: dict[str, Any] = {
     "numba": SimpleNamespace(types=_SignatureTypes),
-    "millpond.replay.compiled": _COMPILED,
+    "millpond.replay.kernels.compile": _COMPILED,
 }
 
 
@@ -99,15 +99,15 @@ def _read(name: str) -> ModuleType:
     module = ModuleType(f"slow_{name}")
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
     exec(compile(file.read_text(), str(file), "exec"), module.__dict__)  # the source of the package itself
-    _STAND_INS[f"millpond.replay.{name}"] = module
+    _STAND_INS[f"millpond.replay.kernels.{name}"] = module
     return module
 
 
-_gather_numba, _tree_numba, _shortcut_numba = map(_read, ("gather_numba", "tree_numba", "shortcut_numba"))
+_gather, _tree, _ring = map(_read, ("gather", "tree", "ring"))
 
-FILES = frozenset(str(_HERE / f"{name}.py") for name in ("gather_numba", "tree_numba", "shortcut_numba"))
-PLAN = _shortcut_numba.PLAN
-gather, gather_released = _gather_numba.gather, _gather_numba.gather_released
-put, set_leaves = _shortcut_numba.put, _shortcut_numba.set_leaves
-take_oldest, take_prioritized = _shortcut_numba.take_oldest, _shortcut_numba.take_prioritized
-take_uniform = _shortcut_numba.take_uniform
+FILES = frozenset(str(_HERE / f"{name}.py") for name in ("gather", "tree", "ring"))
+PLAN = _ring.PLAN
+gather, gather_released = _gather.gather, _gather.gather_released
+put, set_leaves = _ring.put, _ring.set_leaves
+take_oldest, take_prioritized = _ring.take_oldest, _ring.take_prioritized
+take_uniform = _ring.take_uniform

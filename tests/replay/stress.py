@@ -5,9 +5,9 @@ JSON line, and exits with 1 on any violation. Modes: overwrite, prioritized, fif
 random order, after 1 or 2 deliveries), epoch. Writers and samplers are killed, or those of the role that is named. With
 ``disk`` the buffer lies in files on disk.
 
-With ``short`` the workers have the compiled shortcut from the first call, in the modes that have one: overwrite,
+With ``short`` the workers have the compiled fast path from the first call, in the modes that have one: overwrite,
 prioritized and fifo. Of the victims those that die at a named step go the ordinary way, as that is where the steps are;
-the others have the same shortcut in plain Python, which takes long enough under the lock to be killed there.
+the others have the same fast path in plain Python, which takes long enough under the lock to be killed there.
 
 ``stress_owners.py`` kills the process that a buffer belongs to.
 """
@@ -27,8 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fast_paths
 import numpy as np
-import shortcuts
 import torch
 from stress_work import (
     CALLS,
@@ -120,13 +120,13 @@ class Run:
         if not all(int(one["ledger"].head[CALLS]) for one in self.survivors):
             self._last = (last, now)  # still starting
             return
-        commit = int(self.rb._works.engine.control._commit_word[0])
+        commit = int(self.rb._local.engine.control._commit_word[0])
         if commit != last or unseen:
             self.max_gap = max(self.max_gap, now - at) if last >= 0 and not unseen else self.max_gap
             self._last = (commit, now)
         elif now - at > HANG:
             raise SystemExit(
-                f"HANG: holder {self.rb._works.engine.control.mutex.holder}, {self.rb._works.engine.control.waiting()}"
+                f"HANG: holder {self.rb._local.engine.control.mutex.holder}, {self.rb._local.engine.control.waiting()}"
             )
 
     def kill_one(self) -> None:
@@ -139,7 +139,7 @@ class Run:
             time.sleep(0.002)
             self.progress()
         until = time.monotonic() + self.rnd.random() * (0.5 if suicide else 0.15)
-        control = self.rb._works.engine.control
+        control = self.rb._local.engine.control
         while time.monotonic() < until and process.is_alive():
             self.progress()
             if not suicide and policy == "holder" and control.mutex.holder == process.pid:
@@ -189,7 +189,7 @@ class Run:
         rb, everyone = self.rb, self.everyone
         alive = {one["process"].pid for one in everyone if not one["killed"]}
         rb.stats()  # clears the lines of the dead
-        if any(w.pid not in alive for w in rb._works.engine.control.waiting()):
+        if any(w.pid not in alive for w in rb._local.engine.control.waiting()):
             self.problems.append("a dead waiter is listed")
         stats, rest = self._drain()
         for one in everyone:
@@ -199,11 +199,11 @@ class Run:
                     one["killed"] = True
                 elif one["process"].exitcode != 0:
                     self.problems.append(f"{one['kind']} ended with {one['process'].exitcode}")
-        stats["write_count"] = self.rb._works.engine.control.peek()[4]
+        stats["write_count"] = self.rb._local.engine.control.peek()[4]
         self._check(stats, rest)
         idle = [one["kind"] for one in self.survivors if one["kind"] != "c" and not one["ledger"].head[SHORT]]
         if self.short and [kind for kind in idle if (kind, self.mode) != ("w", "prioritized")]:
-            self.problems.append(f"survivors never took the shortcut: {idle}")
+            self.problems.append(f"survivors never took the fast path: {idle}")
         worst = max(int(one["ledger"].head[WORST_US]) for one in self.survivors) / 1e6
         if worst > HANG:
             self.problems.append(f"a survivor's operation took {worst:.2f} s")
@@ -230,7 +230,7 @@ class Run:
 
     def _drain(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
         """Close for everybody, then look at what is left."""
-        engine = self.rb._works.engine
+        engine = self.rb._local.engine
         assert self.rb.schema is not None  # and maps the rows, if this process never looked at them before
         engine.close(everybody=True)
         for one in self.everyone:
@@ -315,7 +315,7 @@ class Run:
             items = rb[:]
             if torn(items):
                 self.problems.append("torn in a checkpoint")
-            if isinstance(rb._works.engine.slots, Ring) or self.mode == "fifo2":
+            if isinstance(rb._local.engine.slots, Ring) or self.mode == "fifo2":
                 self._check_one_moment(items["data"].numpy())
             self.problems += tree_problems(rb)
 
@@ -341,7 +341,7 @@ class Run:
 
 def tree_problems(rb: ReplayBuffer) -> list[str]:
     """What is wrong with the priorities of a buffer that nobody else uses now."""
-    engine, problems = rb._works.engine, []
+    engine, problems = rb._local.engine, []
     if engine.priorities is not None:
         tree, state = engine.priorities.tree, engine.control.peek()
         live = np.zeros(CAPACITY, bool)
@@ -359,10 +359,10 @@ def run(
     method: str, mode: str, kills: int, seed: int = 1, *, short: bool = False, role: str = "", disk: bool = False
 ) -> dict[str, Any]:
     if short and mode not in HAVE_SHORT:
-        raise SystemExit(f"{mode} has no shortcut; these have: {', '.join(HAVE_SHORT)}")
+        raise SystemExit(f"{mode} has no fast path; these have: {', '.join(HAVE_SHORT)}")
     torch.set_num_threads(1)
     if short:
-        shortcuts.compiled()  # so that forked workers have it
+        fast_paths.compiled()  # so that forked workers have it
     if method == "forkserver":
         mp.set_forkserver_preload(["millpond.replay"])
     with tempfile.TemporaryDirectory() as folder:

@@ -82,7 +82,7 @@ def use(pipe: Any, job: Job) -> None:
             ledger.head[LOGGED] = 0
             try:
                 rb = ReplayBuffer.attach(where)
-                if rb._works.engine.memory.mine:
+                if rb._local.engine.memory.mine:
                     raise PeerLost("the owner is gone, and this process took the buffer over: it closes it")
                 working = Worker(rb, job)
                 working.batch = batch
@@ -122,7 +122,7 @@ class User:
             self._pipe.send(where)
         self.busy = True
 
-    def works(self) -> bool:
+    def local(self) -> bool:
         return int(self.ledger.head[CALLS]) > self._calls + 1
 
     def noticed(self, timeout: float) -> tuple[str, float] | None:
@@ -215,12 +215,12 @@ class Owners:
             user.noticed(0)
             user.give(where)
         end = time.monotonic() + 3 * HANG
-        while owner.is_alive() and not all(user.works() for user in self.users):
+        while owner.is_alive() and not all(user.local() for user in self.users):
             for user in self.users:
                 if user.noticed(0.001) and owner.is_alive():  # that of the owner before
                     user.give(where)
             if time.monotonic() > end:
-                self.problems.append(f"users are stuck: {[user.kind for user in self.users if not user.works()]}")
+                self.problems.append(f"users are stuck: {[user.kind for user in self.users if not user.local()]}")
                 break
         if not owner.is_alive():
             return f"step {suicide[0]}" if suicide else "by itself"
@@ -231,8 +231,8 @@ class Owners:
         except (PeerLost, NotShareable):
             return f"step {suicide[0]}" if suicide else "by itself"
         try:
-            control = rb._works.engine.control
-            while not rb._works.engine.memory.mine and owner.is_alive() and time.monotonic() < until:
+            control = rb._local.engine.control
+            while not rb._local.engine.memory.mine and owner.is_alive() and time.monotonic() < until:
                 if policy == "holder" and not suicide and control.mutex.holder == owner.pid:
                     break
                 if policy == "waiter" and not suicide and any(w.pid == owner.pid for w in control.waiting()):

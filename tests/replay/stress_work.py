@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fast_paths
 import numpy as np
-import shortcuts
 import slow_kernels
 import torch
 
@@ -111,19 +111,19 @@ class Ledger:
         self.log = np.frombuffer(self._map, np.int64, LOG, 128)
 
 
-def give_shortcut(rb: ReplayBuffer, kernels: Any, head: Any) -> None:
+def give_fast_path(rb: ReplayBuffer, kernels: Any, head: Any) -> None:
     """From the first call on, also where the rows are not bound yet. ``head`` counts what it did."""
-    made = shortcuts.at_once(kernels)
+    made = fast_paths.at_once(kernels)
 
     def counted(engine: Any) -> Any:
         short = made(engine)
-        if isinstance(short, shortcuts.Counted):
+        if isinstance(short, fast_paths.Counted):
             short.done = Told(head)
         return short
 
-    engine_module.shortcut_for = counted
-    if rb._works.engine.rows is not None:
-        rb._works.engine.shortcut = counted(rb._works.engine)
+    engine_module.fast_path_for = counted
+    if rb._local.engine.rows is not None:
+        rb._local.engine.fast_path = counted(rb._local.engine)
 
 
 class Told(collections.Counter[str]):
@@ -176,7 +176,7 @@ class Worker:
         self.act: Callable[[ReplayBuffer], Any] = kinds[job.kind]
         self.stops = not job.short or job.suicide is not None
         if not self.stops:
-            give_shortcut(rb, slow_kernels if job.victim else shortcuts.compiled(), self.head)
+            give_fast_path(rb, slow_kernels if job.victim else fast_paths.compiled(), self.head)
 
     def hook(self, step: str) -> None:
         self.seen[step] += 1
@@ -186,7 +186,7 @@ class Worker:
             time.sleep(self.rnd.random() * 0.004)
 
     def stop_at_steps(self, rb: ReplayBuffer) -> None:
-        engine = rb._works.engine
+        engine = rb._local.engine
         if self.stops and engine.rows is not None and engine.rows.hook is None:
             engine.control.hook = engine.rows.hook = self.hook
 
@@ -221,13 +221,13 @@ class Worker:
         batch = self.timed(lambda: rb.sample(n, wait=True))
         head[TORN] += torn(batch)
         n = len(batch)  # the last one of an epoch may be smaller
-        if rb._works.engine.deliveries:
+        if rb._local.engine.deliveries:
             k = int(head[LOGGED])
             self.ledger.log[k : k + n] = names(batch["data"].numpy())
             head[LOGGED] = k + n
         head[GOT] += n
         head[GETTING] = 0
-        if rb._works.engine.priorities is not None and not (self.job.kind == "r" and rb._works.engine.deliveries):
+        if rb._local.engine.priorities is not None and not (self.job.kind == "r" and rb._local.engine.deliveries):
             self.change(n, lambda: rb.update_priority(batch, torch.rand(n)))
         return batch
 
@@ -257,7 +257,7 @@ class Worker:
         self.head[SAVED] = written
 
     def attach(self, rb: ReplayBuffer) -> None:
-        path = rb._works.engine.memory.path
+        path = rb._local.engine.memory.path
         other = ReplayBuffer.attach(path if self.job.on_disk and path is not None else rb.handle())
         try:
             assert other.schema is not None or other.write_count == 0

@@ -84,12 +84,12 @@ def look_elsewhere(data: Any, rb: ReplayBuffer, expected: Any, directory: Path) 
         same(copy[:], expected)
     with ReplayBuffer(len(rb)) as copy:  # what was sampled can be written as it is
         copy.extend(rb[:])
-        copy.extend(rb.sample(len(rb)) if not rb._works.known_schema().plain else rb[:])
+        copy.extend(rb.sample(len(rb)) if not rb._local.known_schema().plain else rb[:])
         assert copy.schema == rb.schema
     if data.draw(st.booleans()):
         same(rb.share()[:], expected)
         assert torch.equal(
-            rb._works.engine.rows.gather(info["index"].numpy()), rb.schema.pack(tree_of(batch, rb.schema))
+            rb._local.engine.rows.gather(info["index"].numpy()), rb.schema.pack(tree_of(batch, rb.schema))
         )
 
 

@@ -40,9 +40,9 @@ from millpond.replay import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorStorage,
-    editing,
 )
-from millpond.replay.drawing import Generator
+from millpond.replay import update as editing
+from millpond.replay.samplers.protocol import Generator
 from millpond.replay.state import REWRITES
 from millpond.shm.directory import shared_root
 from tests.replay.waits import until
@@ -176,7 +176,7 @@ def test_threads_share_what_is_drawn_ahead(how: dict[str, Any]) -> None:
     finally:
         sys.setswitchinterval(before)
     assert not failed
-    while len(rb) or rb._works.ahead:
+    while len(rb) or rb._local.ahead:
         got += rb.sample(1)["x"].tolist()
     assert sorted(got) == list(range(3000))
     stats = rb.stats()
@@ -218,7 +218,7 @@ def test_whoever_waits_in_a_process_that_leaves_is_freed(what: str) -> None:
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        until(lambda: len(rb._works.engine.control.waiting()) == 1)
+        until(lambda: len(rb._local.engine.control.waiting()) == 1)
         here.close()
         thread.join(10)
         assert isinstance(result[0], BufferClosed)
@@ -292,7 +292,7 @@ class Interrupt(Exception):
 def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, rows: int) -> None:
     with ReplayBuffer(100, shared=shared, batch_size=8) as rb:
         rb.extend({"a": torch.zeros(100, 40), "b": torch.zeros(100, 40)})
-        stored = rb._works.engine.rows
+        stored = rb._local.engine.rows
         assert stored is not None
 
         def interrupt(step: str) -> None:
@@ -304,7 +304,7 @@ def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, row
         with pytest.raises(Interrupt):
             rb.update(torch.arange(rows), {"a": ones, "b": ones})
         found = rb.sample(50)
-        assert rb._works.engine.control.peek()[REWRITES] % 2 == 0
+        assert rb._local.engine.control.peek()[REWRITES] % 2 == 0
         assert torch.equal(found["a"], found["b"])
         done = min(rows, 64)
         assert rb[:]["a"][:, 0].tolist() == [1.0] * done + [0.0] * (100 - done)
@@ -313,7 +313,7 @@ def test_an_update_that_is_interrupted_is_finished_by_the_next(shared: bool, row
 def test_an_interrupted_wait_keeps_no_other_waiting() -> None:
     """Of threads that are woken one goes after the other: whoever is interrupted while it goes must let the next."""
     rb = BlockingReplayBuffer(4, batch_size=4)
-    turnstile = rb._works.engine.memory.turnstile
+    turnstile = rb._local.engine.memory.turnstile
 
     class Interrupting:
         def __getattr__(self, name: str) -> Any:
@@ -323,10 +323,10 @@ def test_an_interrupted_wait_keeps_no_other_waiting() -> None:
             turnstile.acquire(timeout=timeout)
             raise Interrupt
 
-    rb._works.engine.memory.turnstile = Interrupting()
+    rb._local.engine.memory.turnstile = Interrupting()
     with pytest.raises(Interrupt):
         rb.sample(wait=True, timeout=1)
-    rb._works.engine.memory.turnstile = turnstile
+    rb._local.engine.memory.turnstile = turnstile
     free: list[bool] = []
     thread = threading.Thread(target=lambda: free.append(turnstile.acquire(blocking=False)))
     thread.start()
@@ -469,7 +469,7 @@ def test_a_buffer_that_nobody_closed_goes_with_its_memory(shared: bool) -> None:
     rb = ReplayBuffer(10, shared=shared, batch_size=2, prefetch=1, sampler=PrioritizedSampler())
     rb.extend(numbers(10))
     rb.sample()
-    gone, path = weakref.ref(rb), rb._works.engine.memory.path
+    gone, path = weakref.ref(rb), rb._local.engine.memory.path
     del rb
     gc.collect()
     assert gone() is None
@@ -568,8 +568,8 @@ class MidRecovery(Generator):
     """When the first numbers are drawn somebody else begins to mend the tree, which is empty for a moment."""
 
     def __init__(self, rb: ReplayBuffer) -> None:
-        super().__init__(rb._works.engine.random.torch)
-        self.engine, self.calls, self.began = rb._works.engine, 0, threading.Event()
+        super().__init__(rb._local.engine.random.torch)
+        self.engine, self.calls, self.began = rb._local.engine, 0, threading.Event()
         self.other = threading.Thread(target=self.mend)
 
     def mend(self) -> None:
@@ -598,7 +598,7 @@ class MidRecovery(Generator):
 def test_a_tree_that_is_mended_while_somebody_draws(stratified: bool) -> None:
     with ReplayBuffer(10, sampler=PrioritizedSampler(stratified=stratified)) as rb:
         rb.extend(numbers(5))
-        random = rb._works.engine.random = MidRecovery(rb)
+        random = rb._local.engine.random = MidRecovery(rb)
         assert len(rb.sample(4)) == 4
         assert random.calls >= 2
         random.other.join()
@@ -608,7 +608,7 @@ def test_a_look_at_a_buffer_that_others_empty_meanwhile(monkeypatch: pytest.Monk
     monkeypatch.setattr(editing, "TRIES", 0)  # others were faster several times
     with ReplayBuffer(10) as rb:
         rb.extend(numbers(5))
-        control = rb._works.engine.control
+        control = rb._local.engine.control
         before = control.peek()
         rb.empty()
         monkeypatch.setattr(control, "peek", lambda: list(before))
@@ -659,4 +659,4 @@ def test_a_draw_that_fails_by_itself_is_an_error() -> None:
         rb.extend(numbers(5))
         with pytest.raises(ValueError, match="negative"):
             rb.sample(4)
-        assert not rb._works.engine.control.mutex.held()
+        assert not rb._local.engine.control.mutex.held()

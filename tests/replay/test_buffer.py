@@ -175,10 +175,10 @@ def test_a_generator_may_be_given() -> None:
 def test_peek_moves_nothing() -> None:
     rb = ReplayBuffer(20, consume_after_n_samples=1, flow=Flow(samples_per_insert=1.0), seed=0)
     rb.extend(transitions(20))
-    before, generator = rb.stats(), rb._works.engine.random.torch.get_state()
+    before, generator = rb.stats(), rb._local.engine.random.torch.get_state()
     assert rb.peek(50).batch_size == (50,)
     assert rb.stats() == before
-    assert torch.equal(rb._works.engine.random.torch.get_state(), generator)
+    assert torch.equal(rb._local.engine.random.torch.get_state(), generator)
 
 
 def test_peek_into_nothing_says_so() -> None:

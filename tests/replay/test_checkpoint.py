@@ -65,7 +65,7 @@ def go_on(rb: ReplayBuffer, begin: int, steps: int) -> list[Any]:
         if rb.can_sample():
             batch = rb.sample()
             batches.append(batch)
-            if rb._works.engine.priorities is not None:
+            if rb._local.engine.priorities is not None:
                 rb.update_priority(batch, batch["x"].float())
     return batches
 
@@ -120,7 +120,7 @@ def test_a_load_replaces_what_was_there_and_drops_what_was_drawn_ahead() -> None
     other.load_state_dict(rb.state_dict())
     assert (other[:] == rb[:]).all()
     assert other.stats() == rb.stats()
-    assert [b.numbers.tolist() for b in other._works.ahead] == [b.numbers.tolist() for b in rb._works.ahead]
+    assert [b.numbers.tolist() for b in other._local.ahead] == [b.numbers.tolist() for b in rb._local.ahead]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ import torch
 
 from millpond import BlockingReplayBuffer, ReplayBuffer, ReplayBufferEnsemble
 from millpond.learn.stream import SampleStream
-from millpond.replay import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement, kernels
+from millpond.replay import ConsumingSampler, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
+from millpond.replay.kernels import loading as kernels
 from millpond.shm import interrupts
 from tests.alike import usually
-from tests.replay.shortcuts import from_the_start
+from tests.replay.fast_paths import from_the_start
 
 MANY = int(os.environ.get("MILLPOND_INTERRUPTS", "300"))  # 5,000 take some minutes each
 STORMS = pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def made(kind: str, **more: Any) -> ReplayBuffer:
 def test_no_item_is_lost_and_the_counters_are_exact(case: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     way, kind, prefetch = case.split()
     if way == "compiled":
-        from_the_start(monkeypatch, pytest.importorskip("millpond.replay.shortcut_numba"))
+        from_the_start(monkeypatch, pytest.importorskip("millpond.replay.kernels.ring"))
     with made(kind, prefetch=int(prefetch), batch_size=5) as rb:
         got: list[Any] = []
         written: list[torch.Tensor] = []
@@ -122,7 +123,7 @@ def test_no_item_is_lost_and_the_counters_are_exact(case: str, count: int, monke
         delivered = [number for batch in got for number in batch["x"].tolist()]
         stats = rb.stats()
         assert (stats["write_count"], stats["samples_returned"]) == (6 * len(written), len(delivered))
-        kept = [number for batch in rb._works.ahead for number in batch.numbers.tolist()]
+        kept = [number for batch in rb._local.ahead for number in batch.numbers.tolist()]
         assert stats["reserved"] == len(kept)
         assert sorted([*delivered, *kept, *rb[:]["x"].tolist()]) == list(range(6 * len(written)))
 
@@ -172,7 +173,7 @@ def test_a_wait_is_interrupted_at_once(what: str) -> None:
             rb.extend({"x": torch.arange(20)})
 
         def interrupt() -> None:
-            while not rb._works.engine.control.waiting():
+            while not rb._local.engine.control.waiting():
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -181,7 +182,7 @@ def test_a_wait_is_interrupted_at_once(what: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             WAITS[what](rb)
         thread.join()
-        assert not rb._works.engine.control.waiting()
+        assert not rb._local.engine.control.waiting()
         assert len(rb) == 80
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from shortcuts import die, forked, was_killed
+from fast_paths import die, forked, was_killed
 from waits import until
 
 from millpond import ReplayBuffer
 from millpond.core.errors import PeerLost
 from millpond.replay import SliceSampler
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 
 WIDTH = 20
 
@@ -27,7 +27,7 @@ def write_and_die_in_an_update(rb: ReplayBuffer) -> None:
 
 
 def die_in_an_update(rb: ReplayBuffer, slots: list[int], patch: Any) -> None:
-    stored, copied = rb._works.engine.rows, []
+    stored, copied = rb._local.engine.rows, []
     assert stored is not None
 
     def hook(_: str) -> None:

@@ -216,7 +216,7 @@ def test_competing_ensembles_with_their_members_in_different_order() -> None:
 
     until(lambda: any(len(m) < 4 for m in members), 60)
     for member in members:
-        member._works.engine.close(everybody=True)  # wakes everybody, and keeps the figures
+        member._local.engine.close(everybody=True)  # wakes everybody, and keeps the figures
     for call in [*takers, *readers]:
         call.result(60)
     for process, pipe in zip(processes, pipes, strict=True):

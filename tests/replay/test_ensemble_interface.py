@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from shortcuts import forked
+from fast_paths import forked
 from waits import Call
 
 from millpond import BlockingReplayBuffer, Flow, ReplayBuffer, ReplayBufferEnsemble

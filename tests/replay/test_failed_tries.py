@@ -41,8 +41,8 @@ def numbers(n: int, start: int = 0) -> dict[str, torch.Tensor]:
 
 def seen(rb: ReplayBuffer) -> dict[str, Any]:
     """All that others, and later calls, go by; the words of the state but for the count of blocks."""
-    works = rb._works
-    state = dict(zip(NAMES, works.engine.control.peek(), strict=False))
+    local = rb._local
+    state = dict(zip(NAMES, local.engine.control.peek(), strict=False))
     for word in (CONSUMER_BLOCKS, PRODUCER_BLOCKS):
         del state[NAMES[word]]
     del state[NAMES[PRESSURE]]  # as the figures tell it
@@ -51,9 +51,9 @@ def seen(rb: ReplayBuffer) -> dict[str, Any]:
     return {
         **state,
         **stats,
-        "generator": works.engine.random.torch.get_state().tolist(),
-        "ahead": [batch.numbers.tolist() for batch in works.ahead],
-        "waiting": works.engine.control.waiting(),
+        "generator": local.engine.random.torch.get_state().tolist(),
+        "ahead": [batch.numbers.tolist() for batch in local.ahead],
+        "waiting": local.engine.control.waiting(),
         "items": rb[:]["x"].tolist() if rb.schema is not None else None,
         "schema": rb.schema,
     }

@@ -13,7 +13,7 @@ from waits import until
 
 from millpond import ReplayBuffer
 from millpond.core.errors import BufferClosed, PeerLost
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 
 SLOTS = torch.arange(2)
 
@@ -54,7 +54,7 @@ def test_whoever_opens_files_that_are_gone_is_told_why(name: str, end: str) -> N
     rb, other = ReplayBuffer.attach(handle), ReplayBuffer.attach(handle)
     if bound_by != "nobody":
         (rb if bound_by == "this" else other).extend(numbers(8))
-    rb._works.engine.memory._looked = float("inf")  # it is between two looks whether the owner lives
+    rb._local.engine.memory._looked = float("inf")  # it is between two looks whether the owner lives
     if end == "close":
         mine.send("close")
     else:

@@ -329,7 +329,7 @@ def test_a_priority_is_not_rounded() -> None:
     rb = ReplayBuffer(4, sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), seed=0)
     for priority in ([16777217.0, 0.0], [16777217, 0], torch.tensor([16777217, 0]), np.array([16777217, 0])):
         rb.extend({"x": torch.zeros(2)}, priority=priority)
-        assert rb._works.engine.priorities.tree.total == 16777217.0 * min(2, rb.write_count // 2)
+        assert rb._local.engine.priorities.tree.total == 16777217.0 * min(2, rb.write_count // 2)
 
 
 @pytest.mark.parametrize("receipt", [(0, 1.5), "ab", (True, 1), (1, 2, 3), (1,), 1, (64, 1), (-1, 1), (0, 1 << 64)])

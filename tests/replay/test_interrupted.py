@@ -36,9 +36,9 @@ def numbers(first: int, n: int) -> dict[str, torch.Tensor]:
 
 def agree(rb: ReplayBuffer) -> None:
     """What everybody sees to be reserved is what this process keeps."""
-    stats, kept = rb.stats(), list(rb._works.ahead)
+    stats, kept = rb.stats(), list(rb._local.ahead)
     assert (stats["reserved"], stats["prefetched"]) == (sum(len(b.slots) for b in kept), len(kept))
-    assert rb._works.engine.control.participants.all_reserved() == (stats["reserved"], stats["prefetched"])
+    assert rb._local.engine.control.participants.all_reserved() == (stats["reserved"], stats["prefetched"])
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -84,7 +84,7 @@ def test_interrupted_while_batches_are_handed_out_no_item_is_lost(kind: str, siz
             for n in sizes:
                 found = None
                 try:
-                    with interrupted(place, "replay/ahead.py"):
+                    with interrupted(place, "replay/prefetch.py"):
                         found = rb.sample(n)
                 except Interrupt:
                     cut_off = True
@@ -99,7 +99,7 @@ def test_interrupted_while_batches_are_handed_out_no_item_is_lost(kind: str, siz
                 returned += rb.sample(7)["number"].tolist()
             assert sorted(returned[:1000]) == list(range(1000))
         else:
-            kept = [number for batch in rb._works.ahead for number in batch.numbers.tolist()]
+            kept = [number for batch in rb._local.ahead for number in batch.numbers.tolist()]
             assert sorted([*returned, *kept, *rb[:]["number"].tolist()]) == list(range(written))
 
 
@@ -130,7 +130,7 @@ def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             raise fails.error
         return parts
 
-    monkeypatch.setattr("millpond.replay.rules.to_device", move)
+    monkeypatch.setattr("millpond.replay.config.to_device", move)
     return fails, {"device": "cpu", "transform": fails}
 
 
@@ -162,7 +162,7 @@ def test_a_batch_that_did_not_reach_its_caller_is_not_lost(
         assert torch.equal(again["index"], expected["index"] + 1)
         seen = again["number"].tolist()
         if kind == "queue":
-            while len(rb) or len(rb._works.ahead):
+            while len(rb) or len(rb._local.ahead):
                 seen += rb.sample(3)["number"].tolist()
             assert sorted(seen) == list(range(1005, 1060))
 
@@ -218,7 +218,7 @@ def drained(members: list[ReplayBuffer]) -> list[int]:
         while member.can_sample(1):
             rest += member.sample(1)["number"].tolist()
         agree(member)
-        assert (len(member), len(member._works.ahead)) == (0, 0)
+        assert (len(member), len(member._local.ahead)) == (0, 0)
     return rest
 
 
@@ -260,7 +260,7 @@ def test_interrupted_anywhere_an_ensemble_loses_nothing(prefetch: int) -> None:
         with both_closed(both):
             got, cut_off = [member.sample(1)["number"].item() for member in members], False
             try:
-                with interrupted(place, "replay/ensemble.py"):
+                with interrupted(place, "replay/ensemble/buffer.py"):
                     found = both.sample()
                 got += found["number"].tolist()
             except Interrupt:

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shortcuts import compiled, forked
+from fast_paths import compiled, forked
 from waits import until
 
 from millpond import ReplayBuffer
 from millpond.core.errors import NotReady
-from millpond.replay import kernels, shortcut
+from millpond.replay.kernels import binding as fast_path
+from millpond.replay.kernels import loading as kernels
 
-NAME = "millpond.replay.shortcut_numba"
+NAME = "millpond.replay.kernels.ring"
 
 
 class Door(MetaPathFinder):
@@ -53,9 +54,9 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     for name, value in {"_asked": False, "_thread": None, "_kernels": None}.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
-    monkeypatch.delattr("millpond.replay.shortcut_numba", raising=False)
+    monkeypatch.delattr("millpond.replay.kernels.ring", raising=False)
     monkeypatch.setattr(sys, "meta_path", [made, *sys.meta_path])
-    monkeypatch.setattr(shortcut, "WORTH_CALLS", 3)
+    monkeypatch.setattr(fast_path, "WORTH_CALLS", 3)
     yield made
     made.opened.set()
     kernels.wait()
@@ -68,7 +69,7 @@ def filled(**options: Any) -> ReplayBuffer:
 
 
 def kind(rb: ReplayBuffer) -> str:
-    return type(rb._works.engine.shortcut).__name__
+    return type(rb._local.engine.fast_path).__name__
 
 
 def loading() -> int:
@@ -91,7 +92,7 @@ def test_no_call_waits_for_the_loading(door: Door) -> None:
         with pytest.raises(TimeoutError):
             empty.sample(4, wait=True, timeout=0.05)
         assert time.monotonic() - began < 5  # the door is shut for much longer
-        assert kind(rb) == kind(empty) == "LaterShortcut"
+        assert kind(rb) == kind(empty) == "LaterFastPath"
         assert loading() == 1
 
 
@@ -100,11 +101,11 @@ def test_when_they_are_loaded_they_are_used(door: Door) -> None:
     door.opened.set()
     with filled() as rb:
         for _ in range(3):
-            assert kind(rb) == "LaterShortcut"
+            assert kind(rb) == "LaterFastPath"
             rb.sample(4)
         kernels.wait()
         rb.sample(4)
-        assert kind(rb) == "CompiledShortcut"
+        assert kind(rb) == "CompiledFastPath"
         assert rb.sample(4)["x"].shape == (4,)
         assert rb.stats()["sample_calls"] == 5
 
@@ -166,7 +167,7 @@ def test_without_them_all_goes_on(door: Door, problem: Exception, told: int, cap
             rb.sample(4)
             kernels.wait()
         rb.extend({"x": torch.arange(4)})
-        assert kind(rb) == "LaterShortcut"
+        assert kind(rb) == "LaterFastPath"
         assert rb.stats()["sample_calls"] == 10
     assert len(caplog.records) == told
     assert len(door.threads) == 1
@@ -197,7 +198,7 @@ def test_a_fork_waits_for_the_loading_and_the_child_has_the_kernels(door: Door) 
             assert kernels.request() is not None
             for _ in range(5):
                 rb.sample(4)
-            assert kind(rb) == "CompiledShortcut"
+            assert kind(rb) == "CompiledFastPath"
 
         assert forked(child) == 0
     assert door.opened.is_set()
@@ -272,12 +273,13 @@ BEGIN = """
 import sys, threading, time
 import torch
 from millpond import ReplayBuffer
-from millpond.replay import kernels, shortcut
-shortcut.WORTH_CALLS = 3
+from millpond.replay.kernels import loading as kernels
+from millpond.replay.kernels import binding as fast_path
+fast_path.WORTH_CALLS = 3
 
 class Slow:
     def find_spec(self, name, path, target=None):
-        if name == "millpond.replay.shortcut_numba":
+        if name == "millpond.replay.kernels.ring":
             print("loading", flush=True)
             time.sleep(0.3)
 
@@ -326,17 +328,17 @@ def test_where_numba_compiles_nothing_all_goes_on() -> None:
     ended = run(
         "for _ in range(5): rb.sample(4); kernels.wait()\n"
         "rb.extend({'x': torch.arange(4)})\n"
-        "print(type(rb._works.engine.shortcut).__name__, rb.stats()['sample_calls'])\n",
+        "print(type(rb._local.engine.fast_path).__name__, rb.stats()['sample_calls'])\n",
         NUMBA_DISABLE_JIT="1",
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "LaterShortcut 5\n"
+    assert ended.stdout == "LaterFastPath 5\n"
 
 
 BUILT_ON = {
-    "gather_numba": ["compiled"],
-    "tree_numba": ["compiled"],
-    "shortcut_numba": ["compiled", "gather_numba", "tree_numba"],
+    "gather": ["compile"],
+    "tree": ["compile"],
+    "ring": ["compile", "gather", "tree"],
 }
 
 
@@ -345,7 +347,7 @@ def test_a_change_of_what_is_inlined_changes_the_file_that_numbas_cache_looks_at
     """Else kernels would go on as they were compiled before that change, here and where millpond is upgraded."""
     folder = Path(kernels.__file__).parent
     source = (folder / f"{name}.py").read_text()
-    imported = re.findall(r"^from millpond\.replay\.(\w+) import", source, re.MULTILINE)
+    imported = re.findall(r"^from millpond\.replay\.kernels\.(\w+) import", source, re.MULTILINE)
     assert imported == BUILT_ON[name]
     digest = hashlib.sha256(b"".join((folder / f"{other}.py").read_bytes() for other in imported)).hexdigest()[:16]
     assert f'SOURCES = "{digest}"\n' in source, f'write SOURCES = "{digest}" into {name}.py'
@@ -353,7 +355,7 @@ def test_a_change_of_what_is_inlined_changes_the_file_that_numbas_cache_looks_at
 
 def test_words_of_32_bits_have_neighbours() -> None:
     numba = pytest.importorskip("numba")
-    from millpond.replay.compiled import load, load_half, store, store_half
+    from millpond.replay.kernels.compile import load, load_half, store, store_half
 
     def exchange(at: int, value: int) -> tuple[int, int]:
         before = load_half(at)

@@ -39,7 +39,7 @@ def test_the_others_go_on_with_whole_rows_and_exact_counters(method: str, mode: 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("method", "mode", "kills"), SHORT, ids=lambda value: str(value))
-def test_the_same_with_the_compiled_shortcut(method: str, mode: str, kills: int) -> None:
+def test_the_same_with_the_compiled_fast_path(method: str, mode: str, kills: int) -> None:
     """Also where some have it and some have not."""
     result = stress.run(method, mode, kills, seed=len(mode) + kills, short=True)
     assert result["problems"] == []

@@ -79,7 +79,7 @@ def test_it_is_as_if_items_were_added_one_by_one(two: Any, sizes: list[int]) -> 
         assert whole[-len(kept) :]["x"].tolist() == [-number for number in last]
         whole.update(kept, {"x": torch.tensor(last)})
         assert whole.can_sample(2) == single.can_sample(2)
-        if type(whole.sampler) in ALIKE and not whole._works.rules.deliveries and whole.can_sample(2):
+        if type(whole.sampler) in ALIKE and not whole._local.rules.deliveries and whole.can_sample(2):
             batches = [rb.sample(2) for rb in two]
             assert all(torch.equal(batches[0][key], batches[1][key]) for key in ("x", "index", ("next", "reward")))
 
@@ -91,7 +91,7 @@ def test_priorities_and_slots_are_those_of_the_last_items(two: Any) -> None:
     priority = torch.zeros(20)
     priority[15] = 1.0
     slots = rb.extend(steps(0, 20), priority=priority)
-    leaves = rb._works.engine.priorities.tree.leaf
+    leaves = rb._local.engine.priorities.tree.leaf
     by_slot = leaves(slots[-CAPACITY:].numpy())
     assert by_slot.argmax() == 15 - 13
     rb.update_priority(slots, torch.arange(20.0))  # of a slot that is named twice the last one counts
@@ -156,7 +156,7 @@ def test_one_that_is_cut_off_never_was(kind: str) -> None:
         def cut_off(_: str) -> None:
             raise KeyboardInterrupt
 
-        rows: Any = rb._works.engine.rows
+        rows: Any = rb._local.engine.rows
         rows.hook = cut_off
         with pytest.raises(KeyboardInterrupt):
             rb.extend(steps(5, 30))

@@ -20,8 +20,8 @@ from millpond.replay import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from millpond.replay.drawing import Generator
-from millpond.replay.mixing import Mix, shares_of
+from millpond.replay.ensemble.mixture import Mix, shares_of
+from millpond.replay.samplers.protocol import Generator
 
 DRAWS = 4000
 

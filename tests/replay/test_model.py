@@ -137,13 +137,13 @@ def sample(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
 
 def sample_from_an_epoch(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
     """What is ahead was taken from the epoch: it is never given back. The epoch's last batch may be smaller."""
-    first = next(iter(rb._works.ahead)).asked
+    first = next(iter(rb._local.ahead)).asked
     drawn = [number for batch in model.ahead for number in batch]
     if first == n:
         drawn, missing = model.ahead[0], 0
     else:
         drawn = drawn[:n]
-        missing = 0 if rb._works.editor.epoch_over(n) else n - len(drawn)
+        missing = 0 if rb._local.updater.epoch_over(n) else n - len(drawn)
     if missing and not model.ready(missing):
         with pytest.raises(NotReady):
             rb.sample(n)
@@ -163,12 +163,12 @@ def sample_from_an_epoch(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
 
 def refill(rb: ReplayBuffer, model: PlainModel, n: int) -> None:
     """Whatever was drawn ahead now must have been possible, and nothing possible was left out."""
-    for taken in list(rb._works.ahead)[len(model.ahead) :]:
+    for taken in list(rb._local.ahead)[len(model.ahead) :]:
         drawn = taken.numbers.tolist()
         assert model.ready(n)
         model.take(drawn)
         model.ahead.append(drawn)
-    over = rb._works.editor.epoch_over(n)  # nothing of the next epoch is drawn ahead
+    over = rb._local.updater.epoch_over(n)  # nothing of the next epoch is drawn ahead
     assert len(model.ahead) == model.prefetch or over or not model.ready(n)
 
 
@@ -183,7 +183,7 @@ def compare(rb: ReplayBuffer, model: PlainModel) -> None:
     for n in (1, 4, CAPACITY):
         if isinstance(rb.sampler, SamplerWithoutReplacement) and model.ahead:
             missing = n - sum(map(len, model.ahead))
-            enough = next(iter(rb._works.ahead)).asked == n or rb._works.editor.epoch_over(n)
+            enough = next(iter(rb._local.ahead)).asked == n or rb._local.updater.epoch_over(n)
             expected = enough or missing <= 0 or model.ready(missing)
         else:
             expected = model.could_sample(n)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from episode_model import Worlds, batch, one
-from shortcuts import install
+from fast_paths import install
 
 from millpond import BlockingReplayBuffer, Flow, RateLimitedReplayBuffer, ReplayBuffer
 from millpond.core.errors import (

@@ -16,7 +16,7 @@ from millpond import Flow, ReplayBuffer
 from millpond.core.errors import CheckpointError, InvalidType, NotReady, NotShareable, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.replay import PrioritizedSampler, RandomSampler
-from millpond.replay.drawing import Sampler
+from millpond.replay.samplers.protocol import Sampler
 from millpond.replay.storage import Storage
 from tests.alike import usually
 

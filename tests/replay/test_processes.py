@@ -26,7 +26,7 @@ from millpond.replay import (
     RandomSampler,
     SamplerWithoutReplacement,
 )
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 from tests.alike import usually
 
 METHODS = ["fork", "spawn", "forkserver"]

@@ -14,7 +14,7 @@ SCRIPT = """
 import gc, json, sys
 import torch
 from millpond import ReplayBuffer
-from millpond.replay import kernels
+from millpond.replay.kernels import loading as kernels
 from millpond.replay import PrioritizedSampler, RandomSampler
 
 N, WIDTH = 120_000, 250  # 120 MB of rows

@@ -132,7 +132,7 @@ def program(seed: int, tells: str) -> tuple[list[tuple[Any, ...]], int]:
 def run(rb: ReplayBuffer, steps: list[tuple[Any, ...]], last: Any) -> tuple[list[Any], Any]:
     """All that comes out, and the last batch."""
     found: list[Any] = []
-    weighs = rb._works.engine.priorities is not None
+    weighs = rb._local.engine.priorities is not None
     for what, *given in steps:
         if what == "extend":
             found.append(rb.extend(given[0], priority=given[1] if weighs else None))

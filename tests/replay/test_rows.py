@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shortcuts import compiled
+from fast_paths import compiled
 
 from millpond import ReplayBuffer
 from millpond.core.errors import InvalidArgument
 from millpond.core.schema import Schema
-from millpond.replay import kernels
 from millpond.replay import rows as rows_module
-from millpond.replay.drawing import Draw, Items, Randomness
+from millpond.replay.kernels import loading as kernels
 from millpond.replay.rows import FEW, MANY, Rows
+from millpond.replay.samplers.protocol import Draw, Items, Randomness
 from millpond.replay.storage import TensorStorage
 
 

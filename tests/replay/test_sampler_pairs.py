@@ -20,7 +20,7 @@ from millpond.replay import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from millpond.replay.windows import STRATEGIES
+from millpond.replay.samplers.episodes import STRATEGIES
 
 GAMMA, N, SLICE = 0.5, 3, 4
 BASES: dict[str, Callable[[], Any]] = {

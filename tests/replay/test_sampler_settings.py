@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shortcuts import forked, install
+from fast_paths import forked, install
 
 from millpond import Flow, ReplayBuffer
 from millpond.core.errors import InvalidArgument, InvalidType

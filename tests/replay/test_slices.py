@@ -188,6 +188,6 @@ def test_a_handle_and_a_path_bring_the_same_slices() -> None:
         rb.extend(batch([Worlds(lengths=(6, 6)).step(0) for _ in range(6)], ids="episode_id step"))
         for attached in (ReplayBuffer.attach(rb.handle()), ReplayBuffer.attach(rb.handle().path)):
             assert repr(attached.sampler) == repr(rb.sampler)
-            assert attached._works.rules.num_envs == 2
+            assert attached._local.rules.num_envs == 2
             assert attached.sample(8)["mask"].shape == (8,)
             attached.close()

@@ -30,10 +30,10 @@ def numbers(n: int) -> dict[str, torch.Tensor]:
 def hold(handle: Any, ready: Any) -> None:
     """Take the lock, say so, and stop."""
     rb = ReplayBuffer.attach(handle)
-    rb._works.engine.load()
+    rb._local.engine.load()
     ready.set()
     os.kill(os.getpid(), signal.SIGSTOP)
-    rb._works.engine.control.mutex.unlock()
+    rb._local.engine.control.mutex.unlock()
 
 
 @pytest.fixture(params=["robust plain", "robust ahead", "fallback queue"])

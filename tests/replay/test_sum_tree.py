@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.core.errors import InvalidArgument, InvalidType
-from millpond.replay.sum_tree import EngineName, Floats, SumTree
+from millpond.replay.samplers.sum_tree import EngineName, Floats, SumTree
 
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 both_engines = pytest.mark.parametrize("engine", ENGINES)
@@ -363,7 +363,7 @@ def test_without_numba_the_tree_works_and_asking_for_numba_says_what_to_do() -> 
     code = """
 import sys
 sys.modules["numba"] = None  # what an import finds where it is not installed
-from millpond.replay.sum_tree import SumTree
+from millpond.replay.samplers.sum_tree import SumTree
 tree = SumTree(8, bytearray(SumTree.nbytes(8)), create=True)
 tree.fill(0, 8, 1.0)
 print(tree.prepare(), tree.total)
@@ -380,7 +380,7 @@ except ValueError as error:
 def test_numba_is_imported_at_the_first_use_only() -> None:
     code = """
 import sys
-from millpond.replay.sum_tree import SumTree
+from millpond.replay.samplers.sum_tree import SumTree
 tree = SumTree(8, bytearray(SumTree.nbytes(8)), create=True)
 before = "numba" in sys.modules
 tree.fill(0, 8, 1.0)
@@ -409,7 +409,7 @@ def test_no_call_lets_go_of_the_gil(engine: EngineName, tmp_path: Path) -> None:
     code = f"""
 import ctypes
 import numpy as np
-from millpond.replay.sum_tree import SumTree
+from millpond.replay.samplers.sum_tree import SumTree
 released = ctypes.c_long.in_dll(ctypes.CDLL({str(spy)!r}), "released")
 before = released.value
 np.arange(2000) + 1  # the spy sees something at all

@@ -69,7 +69,7 @@ def test_all_items_consumed(consumer: str, shared: bool) -> None:
         assert not rb.can_sample()
         assert not rb.wait_until_sampleable(timeout=0)
         waiting = Call(lambda: rb.wait_until_sampleable(timeout=30))
-        until(lambda: len(rb._works.engine.control.waiting()) == 1)
+        until(lambda: len(rb._local.engine.control.waiting()) == 1)
         stats = rb.stats()
         assert (stats["consumer_blocks"], stats["waiting_consumers"]) == (0, 0)  # an advisory wait is no block
         rb.extend(numbers(10, 100))

@@ -17,7 +17,8 @@ from shm_children import Child, Starter, until
 
 from millpond.core.errors import InvalidArgument, NotShareable, OutOfDisk, OutOfMemory
 from millpond.shm import directory as directories
-from millpond.shm import mapped, room
+from millpond.shm import free_memory as room
+from millpond.shm import mapped
 from millpond.shm.identity import me
 from millpond.shm.mapped import (
     PrivateMemory,

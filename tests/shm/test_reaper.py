@@ -13,10 +13,9 @@ from shm_children import Child, Starter, die
 
 from millpond.shm import directory as directories
 from millpond.shm import identity, ownership
-from millpond.shm.directory import make_directory, remove_directory
+from millpond.shm.directory import leftovers, make_directory, reap, remove_directory
 from millpond.shm.mapped import allocate
 from millpond.shm.ownership import Owner
-from millpond.shm.reaper import leftovers, reap
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +94,7 @@ def test_what_belongs_to_another_container_is_left_alone_where_only_a_pid_tells(
 ELSEWHERE = """
 import sys
 from millpond.shm.directory import make_directory
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 print(reap(), flush=True)
 print(make_directory("replay"), flush=True)
 sys.stdin.readline()

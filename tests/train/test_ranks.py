@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import resume, run, summary
 
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 from millpond.train.run_state import Checkpoints
 
 RANKS = ["learner.world_size=2", "replay.batch_size=8"]

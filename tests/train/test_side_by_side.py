@@ -16,7 +16,7 @@ import psutil
 import pytest
 from runs import SMALL, reports, resume, rows, run, summary
 
-from millpond.shm.reaper import reap
+from millpond.shm.directory import reap
 from millpond.train.run_state import Checkpoints, read_checkpoint
 
 ASYNC = ["execution.mode=async", "collectors=2"]

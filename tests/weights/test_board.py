@@ -23,8 +23,8 @@ from millpond.core.errors import (
     PeerLost,
     SchemaMismatch,
 )
+from millpond.shm.directory import leftovers
 from millpond.shm.mapped import remove_directory
-from millpond.shm.reaper import leftovers
 from millpond.weights import WeightBoard
 
 

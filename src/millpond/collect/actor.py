@@ -9,15 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from millpond.collect.batch_writer import BatchWriter
 from millpond.collect.budget import Span
-from millpond.collect.lane import Lane
-from millpond.collect.parcel import Format
+from millpond.collect.packing import Format
 from millpond.collect.rollout import NOTHING
-from millpond.collect.roster import COLLECTING, PAUSED, WAITING, WRITING, Roster
 from millpond.collect.supervision import Failure
-from millpond.collect.workers import WorkerSpec, furnish
+from millpond.collect.worker import WorkerSpec, furnish
+from millpond.collect.worker_status import COLLECTING, PAUSED, WAITING, WRITING, WorkerTable
 from millpond.core.errors import BufferClosed
-from millpond.remote.owner import this_host
+from millpond.remote.address import this_host
 from millpond.shm import identity
 from millpond.weights import Snapshot, Weights
 
@@ -113,7 +113,7 @@ class CollectActor:
         self._heard = 0  # of the collector's words on pausing
         self._next = 0  # the order that must come next
         self._seen = 0  # quarantined rows that were told
-        self._line = Roster(bytearray(Roster.nbytes(1)), workers=1).lines[0]
+        self._line = WorkerTable(bytearray(WorkerTable.nbytes(1)), workers=1).lines[0]
 
     def begin(
         self, spec: bytes, line: Line, number: int, board: bytes | None, home: Home, owner: tuple[int, int]
@@ -145,7 +145,7 @@ class CollectActor:
         self._line.doing(NOTHING)
         self._granted, self._carried = Granted(), Carried()
         weights: Weights = self._carried if board is None else pickle.loads(board)
-        self._lane = Lane(
+        self._batch_writer = BatchWriter(
             rollout,
             self._granted,
             line=spec.line,
@@ -170,19 +170,19 @@ class CollectActor:
             return self._failed(problem)
 
     def _carry_out(self, order: Order) -> Report:
-        lane, me = self._lane, self._line
-        if not lane.granted:
-            lane.begin(order.frames, first=order.first, receipt=order.number)
+        batch_writer, me = self._batch_writer, self._line
+        if not batch_writer.granted:
+            batch_writer.begin(order.frames, first=order.first, receipt=order.number)
         me.state = COLLECTING
-        batch = lane.batch(self._stepped)
+        batch = batch_writer.batch(self._stepped)
         if batch is None:
             return self._report("kept")
         if self._spec.duty != "write":
             packed = self._form.pack(batch)
-            lane.handed_over()
+            batch_writer.handed_over()
             return self._done(order, "batch", packed)
         me.state, self._granted.refunded = WRITING, False
-        if lane.offer(self._spec.replay, cancel_event=self, stopping=lambda: self._stopping) is None:
+        if batch_writer.offer(self._spec.replay, cancel_event=self, stopping=lambda: self._stopping) is None:
             return self._report("kept")
         return self._done(order, "dropped" if self._granted.refunded else "written")
 
@@ -191,9 +191,9 @@ class CollectActor:
         return replace(self._report(outcome), frames=order.frames, batch=batch)
 
     def _report(self, outcome: Outcome) -> Report:
-        rollout, me = self._lane.rollout, self._line
+        rollout, me = self._batch_writer.rollout, self._line
         tally = rollout.tally
-        me.report(tally, held=rollout.rows.held, dropped=self._lane.dropped, version=rollout.version)
+        me.report(tally, held=rollout.rows.held, dropped=self._batch_writer.dropped, version=rollout.version)
         me.state = PAUSED if self._pausing else WAITING
         events: tuple[Any, ...] = ()
         if tally.quarantined > self._seen:
@@ -226,7 +226,7 @@ class CollectActor:
 
     def state(self) -> dict[str, Any]:
         """The frames that are collected and not taken. While no batch is in the making only."""
-        return self._lane.rollout.state_dict()
+        return self._batch_writer.rollout.state_dict()
 
     def finish(self) -> None:
         """Close the environments. After the last batch."""

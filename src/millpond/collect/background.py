@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from millpond.collect.batch_writer import BatchWriter
 from millpond.collect.budget import FrameBudget
-from millpond.collect.lane import Lane
 from millpond.collect.thread import Runner
 from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, WorkerFailed
 from millpond.core.roles import CancelEvent
@@ -19,22 +19,22 @@ _STOP_S = 9.0  # an environment that hangs cannot be killed in a thread; nobody 
 
 
 class Background:
-    """Writes the batches of a lane into ``replay`` until all is collected, the replay is closed, or ``stop``.
+    """Writes the batches of a batch writer into ``replay`` until all is collected, the replay is closed, or ``stop``.
 
-    ``next_batch`` makes the lane's next batch; ``written`` is told when one was offered. It is itself the cancel event
-    of the writes, and a worker's line says nothing of it: the thread is part of its collector.
+    ``next_batch`` makes the next batch; ``written`` is told when one was offered. It is itself the cancel event of the
+    writes, and a worker's line says nothing of it: the thread is part of its collector.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        batch_writer: BatchWriter,
         replay: Any,
         *,
         budget: FrameBudget,
         next_batch: Callable[[], object | None],
         written: Callable[[], None],
     ) -> None:
-        self._lane, self._replay, self._next_batch, self._written = lane, replay, next_batch, written
+        self._batch_writer, self._replay, self._next_batch, self._written = batch_writer, replay, next_batch, written
         self._budget = budget
         self._changed = threading.Condition()
         self.stopping = self._pausing = self._idle = False
@@ -76,7 +76,7 @@ class Background:
         """One batch. False: everything is collected."""
         budget = self._budget
         if self._next_batch() is not None:
-            self._lane.offer(self._replay, cancel_event=self, stopping=lambda: self.stopping)
+            self._batch_writer.offer(self._replay, cancel_event=self, stopping=lambda: self.stopping)
             self._written()
         elif not self.stopping:  # all is reserved, but somebody may give frames back
             budget.wait_until(lambda: budget.finished or bool(budget.remaining), timeout=_SLICE_S)

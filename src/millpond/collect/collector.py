@@ -9,11 +9,11 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from millpond.collect.background import Background
+from millpond.collect.batch_writer import BatchWriter
 from millpond.collect.budget import FrameBudget
-from millpond.collect.lane import Lane
 from millpond.collect.policies import check_policy
 from millpond.collect.rollout import NOTHING, Rollout
-from millpond.collect.roster import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, Roster
+from millpond.collect.worker_status import COLLECTING, FINISHED, PAUSED, WAITING, WRITING, WorkerTable
 from millpond.core.errors import BufferClosed, InvalidArgument, InvalidType
 from millpond.core.roles import CancelEvent
 from millpond.envs.autoreset import Stepper
@@ -87,7 +87,7 @@ class Collector:
         except BaseException:
             self._release()
             raise
-        self._lane = Lane(
+        self._batch_writer = BatchWriter(
             rollout,
             self.budget,
             line=line,
@@ -95,8 +95,8 @@ class Collector:
             random_frames=random_frames,
             weights=weights,
         )
-        self._roster = Roster(bytearray(Roster.nbytes(1)), workers=1)
-        self._me = self._roster.lines[0]
+        self._worker_table = WorkerTable(bytearray(WorkerTable.nbytes(1)), workers=1)
+        self._me = self._worker_table.lines[0]
         self._me.enter()
         self._me.doing(NOTHING)
         rollout.doing = self._me.doing
@@ -128,9 +128,9 @@ class Collector:
             if self.replay is None:
                 self._own = batch.clone()
             else:
-                self._lane.write(self.replay, cancel_event=self.cancel_event)
-        if self._own is not None and self._lane.granted:
-            self._lane.settle()
+                self._batch_writer.write(self.replay, cancel_event=self.cancel_event)
+        if self._own is not None and self._batch_writer.granted:
+            self._batch_writer.settle()
         self._report(WAITING)
         own, self._own = self._own, None
         return own
@@ -138,7 +138,7 @@ class Collector:
     def _next_batch(self) -> TensorDict | None:
         """None: nothing is left to collect, or the collector is stopping."""
         self._me.state = COLLECTING
-        batch = self._lane.batch(self._stepped)
+        batch = self._batch_writer.batch(self._stepped)
         if batch is None:
             self._report(FINISHED if self.budget.finished else WAITING)
         elif self.replay is not None:
@@ -166,7 +166,7 @@ class Collector:
             raise InvalidArgument("start() needs replay=…; otherwise iterate over the collector")
         if self._background is None:
             self._background = Background(
-                self._lane,
+                self._batch_writer,
                 self.replay,
                 budget=self.budget,
                 next_batch=self._next_batch,
@@ -209,19 +209,19 @@ class Collector:
         return self._background.wait(timeout, cancel_event)
 
     def _report(self, state: int) -> None:
-        rollout = self._lane.rollout
+        rollout = self._batch_writer.rollout
         self._me.state = state
-        held, dropped = rollout.rows.held, self._lane.dropped
+        held, dropped = rollout.rows.held, self._batch_writer.dropped
         self._me.report(rollout.tally, held=held, dropped=dropped, version=rollout.version)
 
     @property
     def policy_version(self) -> int:
         """The number of the weights that the policy holds. Set it where they come another way than by ``weights``."""
-        return self._lane.rollout.version
+        return self._batch_writer.rollout.version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        self._lane.rollout.version = version
+        self._batch_writer.rollout.version = version
 
     # ------------------------------------------------------------------ looking
     @property
@@ -239,9 +239,9 @@ class Collector:
         """Counters, under the same names as those of ``MultiCollector``."""
         if self._final is not None:
             return self._final
-        counted = self._roster.stats(self.budget, [self._lane.line], [()])
-        written = self.budget.collected_by(self._lane.line) if self.replay is not None else 0
-        return {**counted, "written_frames": written, "quarantine": list(self._lane.rollout.tally.recent)}
+        counted = self._worker_table.stats(self.budget, [self._batch_writer.line], [()])
+        written = self.budget.collected_by(self._batch_writer.line) if self.replay is not None else 0
+        return {**counted, "written_frames": written, "quarantine": list(self._batch_writer.rollout.tally.recent)}
 
     # ------------------------------------------------------------------ saving and ending
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Collector:
         return {
             "collected_frames": self.collected_frames,
             "lives": [self._me.lives],
-            "workers": [self._lane.rollout.state_dict()],
+            "workers": [self._batch_writer.rollout.state_dict()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,7 +259,7 @@ class Collector:
             InvalidArgument: it does not fit, or this collector has begun.
         """
         lives = max(state["lives"], default=0)
-        self._lane.rollout.load_state_dict(next(iter(state["workers"]), None), incarnation=lives)
+        self._batch_writer.rollout.load_state_dict(next(iter(state["workers"]), None), incarnation=lives)
         self._me.lives = lives + 1
         self._report(WAITING)
         self.budget.restore(state["collected_frames"])
@@ -272,9 +272,9 @@ class Collector:
         if self._background is not None and not self._background.stop():
             logger.warning("an environment does not return from step(); its thread is left behind")
             return
-        self._lane.abandon()
+        self._batch_writer.abandon()
         self._final = self.stats()
-        self.budget.release(self._lane.line)
+        self.budget.release(self._batch_writer.line)
         self._release()
 
     def _release(self) -> None:

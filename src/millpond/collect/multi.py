@@ -7,16 +7,16 @@ from typing import Any, Literal, get_args
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.collector import Layout
-from millpond.collect.crew import ProcessCrew
-from millpond.collect.team import TeamCollector, plan
+from millpond.collect.parallel import ParallelCollector, plan
+from millpond.collect.worker_pool import ProcessWorkerPool
 from millpond.core.errors import InvalidArgument
 from millpond.weights import WeightBoard
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
-_PRELOAD = ["millpond.collect.workers"]  # and with it torch, TensorDict and Gymnasium: a new worker then starts at once
+_PRELOAD = ["millpond.collect.worker"]  # and with it torch, TensorDict and Gymnasium: a new worker then starts at once
 
 
-class MultiCollector(TeamCollector):
+class MultiCollector(ParallelCollector):
     """Collects frames in ``num_workers`` processes, each with ``num_envs`` environments and a copy of the policy.
 
     There are three ways to use it. ``start()`` with a ``replay``: the workers write directly into it, which is shared
@@ -89,11 +89,11 @@ class MultiCollector(TeamCollector):
         )
         if start_method == "forkserver":  # no effect on a fork server that runs already
             set_forkserver_preload(_PRELOAD)
-        crew = ProcessCrew(
+        pool = ProcessWorkerPool(
             spec,
             replay=replay,
             context=get_context(start_method),
             max_restarts=max_restarts,
             stall_timeout=stall_timeout,
         )
-        super().__init__(spec, crew, replay=replay, owns_budget=budget is None)
+        super().__init__(spec, pool, replay=replay, owns_budget=budget is None)

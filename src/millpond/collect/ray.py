@@ -7,11 +7,11 @@ from typing import Any
 
 from millpond.collect.budget import FrameBudget
 from millpond.collect.collector import Layout
-from millpond.collect.crew import Crew, pickled
-from millpond.collect.fleet import Fleet
-from millpond.collect.roster import Roster
-from millpond.collect.team import TeamCollector, plan
-from millpond.collect.workers import WorkerSpec
+from millpond.collect.parallel import ParallelCollector, plan
+from millpond.collect.ray_supervisor import RaySupervisor
+from millpond.collect.worker import WorkerSpec
+from millpond.collect.worker_pool import WorkerPool, pickled
+from millpond.collect.worker_status import WorkerTable
 from millpond.core.errors import InvalidArgument
 from millpond.remote import cluster
 from millpond.weights import WeightBoard
@@ -19,7 +19,7 @@ from millpond.weights import WeightBoard
 _OURS = ("max_restarts", "max_task_retries", "max_concurrency", "concurrency_groups", "lifetime", "name")
 
 
-class RayCollector(TeamCollector):
+class RayCollector(ParallelCollector):
     """Collects frames in ``num_workers`` Ray actors, each with ``num_envs`` environments and a copy of the policy.
 
     Used like ``MultiCollector``, with the same counters and the same promise: whatever is killed when, frames collected
@@ -84,30 +84,32 @@ class RayCollector(TeamCollector):
             random_frames=random_frames,
             keep_float64=keep_float64,
         )
-        crew = RayCrew(spec, replay=replay, options=options, max_restarts=max_restarts, stall_timeout=stall_timeout)
-        super().__init__(spec, crew, replay=replay, owns_budget=budget is None)
+        pool = RayWorkerPool(
+            spec, replay=replay, options=options, max_restarts=max_restarts, stall_timeout=stall_timeout
+        )
+        super().__init__(spec, pool, replay=replay, owns_budget=budget is None)
 
 
-class RayCrew(Crew):
-    """Actors. The roster is in this process alone, and so is the budget."""
+class RayWorkerPool(WorkerPool):
+    """Actors. The worker table is in this process alone, and so is the budget."""
 
     _grace_s = 2.0
 
     def __init__(self, spec: WorkerSpec, *, options: Mapping[str, Any], **shared: Any) -> None:
         super().__init__(spec, **shared)
         self._options = options
-        self.roster = Roster(bytearray(Roster.nbytes(spec.workers)), workers=spec.workers)
+        self.worker_table = WorkerTable(bytearray(WorkerTable.nbytes(spec.workers)), workers=spec.workers)
 
-    def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> Fleet:
+    def _hire(self, rows: Mapping[int, dict[str, Any] | None]) -> RaySupervisor:
         total, workers = self._spec.budget.total, range(len(self.lines))
         specs = pickled((self._spec_of(i, rows.get(i), budget=None, weights=None), total) for i in workers)
         cluster.join(None)
         try:
-            return Fleet(
+            return RaySupervisor(
                 self._spec,
                 specs,
                 lines=self.lines,
-                roster=self.roster,
+                worker_table=self.worker_table,
                 options=self._options,
                 max_restarts=self._max_restarts,
                 watch=self.watch,

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from millpond.collect.policies import Asking
-from millpond.collect.rows import (
+from millpond.collect.rollout_storage import (
     DONE,
     EPISODE,
     REWARD,

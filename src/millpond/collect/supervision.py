@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
-from millpond.collect.roster import Roster, WorkerLine
 from millpond.collect.thread import Runner
+from millpond.collect.worker_status import WorkerLine, WorkerTable
 from millpond.core import errors
 from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, WorkerFailed
 from millpond.replay.waiting import check_timeout
@@ -47,7 +47,7 @@ class Delivery(Protocol):
         """The batch, in memory of its own, counted once, whoever calls. ``count=False``: somebody else counts it."""
 
 
-class Place(Protocol):
+class WorkerSlot(Protocol):
     """The place of one worker, filled by one after another."""
 
     worker: int
@@ -100,15 +100,15 @@ class Supervision:
     notified. ``failure`` is set once, when a worker raised, or more than ``max_restarts`` died.
     """
 
-    seats: Sequence[Place]
+    handles: Sequence[WorkerSlot]
 
-    def __init__(self, *, roster: Roster, max_restarts: int, watch: Watch) -> None:
+    def __init__(self, *, worker_table: WorkerTable, max_restarts: int, watch: Watch) -> None:
         self.deliveries: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.states: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.quarantine: list[Any] = []  # the latest transitions that were not stored
         self.failure: MillpondError | None = None
         self.changed = threading.Condition()
-        self._roster, self._max_restarts, self._watch = roster, max_restarts, watch
+        self._worker_table, self._max_restarts, self._watch = worker_table, max_restarts, watch
         self._stopping = threading.Event()
         self._thread = Runner(self._run)
 
@@ -122,12 +122,12 @@ class Supervision:
     @property
     def ended(self) -> bool:
         """No worker runs, and none will be started."""
-        return all(seat.ended for seat in self.seats)
+        return all(handle.ended for handle in self.handles)
 
     @property
     def stopping(self) -> bool:
         """The workers are told to end."""
-        return self._roster.stopping
+        return self._worker_table.stopping
 
     def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
         """Tell a worker to collect a batch, whose first frame is number ``first`` of all; repeated to its successor if
@@ -156,20 +156,20 @@ class Supervision:
             )
         self.quarantine = [*self.quarantine, *((worker, *event) for event in events)][-KEPT_EVENTS:]
 
-    def lost(self, seat: Place, reason: str) -> bool:
+    def lost(self, handle: WorkerSlot, reason: str) -> bool:
         """A worker died. May it be replaced? If not, the collection has failed."""
-        seat.deaths.append(reason)
-        restarts = sum(len(one.deaths) for one in self.seats)
+        handle.deaths.append(reason)
+        restarts = sum(len(one.deaths) for one in self.handles)
         if restarts > self._max_restarts:
-            self.fail(f"worker {seat.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
+            self.fail(f"worker {handle.worker} {reason}; the {self._max_restarts} restarts that are allowed were made")
             return False
-        logger.warning("worker %d %s; restart %d of %d", seat.worker, reason, restarts, self._max_restarts)
+        logger.warning("worker %d %s; restart %d of %d", handle.worker, reason, restarts, self._max_restarts)
         return True
 
-    def end(self, seat: Place) -> None:
-        """Nobody is in this seat, and nobody will be."""
+    def end(self, handle: WorkerSlot) -> None:
+        """This worker has no process, and will have none."""
         with self.changed:
-            seat.ended = True
+            handle.ended = True
             self.changed.notify_all()
 
     def failed(self, worker: int, told: Failure) -> None:
@@ -188,7 +188,7 @@ class Supervision:
             failure = kind(text)
             failure.__cause__ = cause
             self.failure = failure
-        self._roster.stop()
+        self._worker_table.stop()
 
 
 def receipts_of(replay: Any) -> Callable[[int], int | None]:

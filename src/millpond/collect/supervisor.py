@@ -17,11 +17,10 @@ from typing import Any
 from tensordict import TensorDict
 
 from millpond.collect.budget import FrameBudget
-from millpond.collect.mailbox import Mailbox
-from millpond.collect.parcel import Format
-from millpond.collect.roster import DEAD, FAILED, FINISHED, STARTING, Roster
+from millpond.collect.packing import Format, Mailbox
 from millpond.collect.supervision import Supervision, Watch
-from millpond.collect.workers import run
+from millpond.collect.worker import run
+from millpond.collect.worker_status import DEAD, FAILED, FINISHED, STARTING, WorkerTable
 from millpond.core.errors import WorkerFailed
 from millpond.shm import identity
 from millpond.shm.family import kill_family, start_family
@@ -36,10 +35,10 @@ class Delivery:
     """A batch that lies in a worker's mailbox. ``settle`` takes it out and counts it, once, whoever calls, and whatever
     exception cuts a call off."""
 
-    def __init__(self, seat: Seat, slot: int, frames: int, number: int) -> None:
-        self.worker = seat.worker
-        self._seat, self._frames, self._credit = seat, frames, (slot, number)
-        self._mailbox, self._connection = seat.mailbox, seat.connection
+    def __init__(self, handle: WorkerHandle, slot: int, frames: int, number: int) -> None:
+        self.worker = handle.worker
+        self._handle, self._frames, self._credit = handle, frames, (slot, number)
+        self._mailbox, self._connection = handle.mailbox, handle.connection
         self._lock = threading.Lock()
         self._batch: TensorDict | None = None
         self._counted = False
@@ -59,18 +58,18 @@ class Delivery:
             return self._batch
 
     def _count(self) -> None:
-        seat = self._seat
-        with seat.counting:  # nobody else counts on this line
-            before = seat.budget.commits_by(seat.line)
+        handle = self._handle
+        with handle.counting:  # nobody else counts on this line
+            before = handle.budget.commits_by(handle.line)
             try:
-                seat.budget.commit(seat.line, frames=self._frames)
+                handle.budget.commit(handle.line, frames=self._frames)
                 self._counted = True
             except BaseException:
-                self._counted = seat.budget.commits_by(seat.line) != before
+                self._counted = handle.budget.commits_by(handle.line) != before
                 raise
 
 
-class Seat:
+class WorkerHandle:
     """The place of one worker, filled by one process after another."""
 
     def __init__(self, worker: int, *, line: int, budget: FrameBudget) -> None:
@@ -92,7 +91,7 @@ class Seat:
 class Supervisor(Supervision):
     """Runs ``run(spec)`` in one process per spec until ``stop``. All processes are started by its own thread."""
 
-    seats: list[Seat]
+    handles: list[WorkerHandle]
 
     def __init__(
         self,
@@ -100,15 +99,15 @@ class Supervisor(Supervision):
         *,
         lines: Sequence[int],
         budget: FrameBudget,
-        roster: Roster,
+        worker_table: WorkerTable,
         context: mp_context.BaseContext,
         max_restarts: int,
         watch: Watch,
         receipt: Callable[[int], int | None],
         reclaims: bool,
     ) -> None:
-        super().__init__(roster=roster, max_restarts=max_restarts, watch=watch)
-        self.seats = [Seat(i, line=line, budget=budget) for i, line in enumerate(lines)]
+        super().__init__(worker_table=worker_table, max_restarts=max_restarts, watch=watch)
+        self.handles = [WorkerHandle(i, line=line, budget=budget) for i, line in enumerate(lines)]
         self._specs, self._budget, self._context = specs, budget, context
         self._receipt, self._reclaims = receipt, reclaims
         self._wake_read, self._wake_write = mp_connection.Pipe(duplex=False)
@@ -116,30 +115,30 @@ class Supervisor(Supervision):
     def order(self, worker: int, frames: int, first: int, *, number: int) -> None:
         """Tell a worker to collect a batch; repeated to its successor if it dies over it. Twice under one number is
         once."""
-        seat = self.seats[worker]
+        handle = self.handles[worker]
         with self.changed:
-            if number > seat.answered:
-                seat.order = (frames, first, number)
-                if seat.process is not None:
+            if number > handle.answered:
+                handle.order = (frames, first, number)
+                if handle.process is not None:
                     with contextlib.suppress(OSError):
-                        seat.connection.send(("collect", *seat.order))
+                        handle.connection.send(("collect", *handle.order))
 
     def ask(self, worker: int) -> bool:
         """Ask a worker for its state, which will appear in ``states``. False: nobody is there."""
-        seat = self.seats[worker]
+        handle = self.handles[worker]
         with self.changed, contextlib.suppress(OSError):
-            if not seat.ended and seat.process is not None:
-                seat.connection.send(("state",))
+            if not handle.ended and handle.process is not None:
+                handle.connection.send(("state",))
                 return True
         return False
 
     def dismiss(self, worker: int) -> None:
         """End a worker, by force, and put nobody into its place. What it had reserved is given back."""
-        self.seats[worker].dismissed = True  # the thread sees it
+        self.handles[worker].dismissed = True  # the thread sees it
 
     def stop(self, grace_s: float) -> None:
         """End all workers: those that do not end by themselves within ``grace_s`` seconds are killed."""
-        self._roster.stop()
+        self._worker_table.stop()
         self_stopped = threading.current_thread() is self._thread  # the garbage collector may run anywhere
         if self_stopped or self._thread.ident is None:
             self._stopping.set()
@@ -156,8 +155,8 @@ class Supervisor(Supervision):
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
         try:
-            for seat in self.seats if not self._stopping.is_set() else ():
-                self._fill(seat)
+            for handle in self.handles if not self._stopping.is_set() else ():
+                self._fill(handle)
             looked = time.monotonic()
             while not self._stopping.is_set() and not self.ended:
                 self._look()
@@ -167,146 +166,148 @@ class Supervisor(Supervision):
         except BaseException as problem:  # noqa: BLE001  # a thread's exception must reach somebody
             self.fail(f"supervising the workers failed: {problem!r}", cause=problem)
         finally:
-            for seat in self.seats:
-                if seat.process is not None:
-                    kill_family(seat.process)  # all of them, before waiting for any
-            for seat in self.seats:
+            for handle in self.handles:
+                if handle.process is not None:
+                    kill_family(handle.process)  # all of them, before waiting for any
+            for handle in self.handles:
                 try:
-                    self._clear(seat)
-                except BaseException as problem:  # noqa: BLE001  # the other seats must be cleared too
-                    self.fail(f"clearing up after worker {seat.worker} failed: {problem!r}", cause=problem)
-                self.end(seat)
+                    self._clear(handle)
+                except BaseException as problem:  # noqa: BLE001  # the other workers must be cleared too
+                    self.fail(f"clearing up after worker {handle.worker} failed: {problem!r}", cause=problem)
+                self.end(handle)
             with self.changed:
                 self._wake_read.close()
                 self._wake_write.close()
 
-    def _fill(self, seat: Seat) -> None:
-        """Start a process for this seat."""
-        self._roster.lines[seat.worker].leave(STARTING)
+    def _fill(self, handle: WorkerHandle) -> None:
+        """Start a process for this worker."""
+        self._worker_table.lines[handle.worker].leave(STARTING)
         here, there = self._context.Pipe()
         theirs, lifeline = self._context.Pipe(duplex=False)
         target = self._context.Process(  # type: ignore[attr-defined]  # every concrete context has it
             target=run,
-            args=(self._specs[seat.worker], identity.me(), there, theirs),
-            name=f"millpond worker {seat.worker}",
+            args=(self._specs[handle.worker], identity.me(), there, theirs),
+            name=f"millpond worker {handle.worker}",
             daemon=True,  # a collector that nobody closed must not hold up the end of its process
         )
         start_family(target)
         there.close()
         theirs.close()
         with self.changed:
-            seat.process, seat.connection, seat.lifeline = target, here, lifeline
-            seat.mailbox, seat.posted = None, []
-            if seat.order is not None:
-                here.send(("collect", *seat.order))
+            handle.process, handle.connection, handle.lifeline = target, here, lifeline
+            handle.mailbox, handle.posted = None, []
+            if handle.order is not None:
+                here.send(("collect", *handle.order))
 
     def _look(self) -> None:
         """Wait until something happens, and deal with it."""
-        open_seats = [seat for seat in self.seats if not seat.ended]
+        open_seats = [handle for handle in self.handles if not handle.ended]
         watched = [self._wake_read]
-        for seat in open_seats:
-            watched += [seat.connection, seat.process.sentinel]
+        for handle in open_seats:
+            watched += [handle.connection, handle.process.sentinel]
         ready = set(mp_connection.wait(watched, timeout=_LOOK_S))
-        for seat in open_seats:
-            if seat.connection in ready:
-                self._listen(seat)
-            if seat.process.sentinel in ready:
-                self._replace(seat)
+        for handle in open_seats:
+            if handle.connection in ready:
+                self._listen(handle)
+            if handle.process.sentinel in ready:
+                self._replace(handle)
 
     def _look_closely(self) -> None:
         """Ask the kernel who is dead: a sentinel may be held open by processes that the environments started. And see
         who hangs."""
-        for seat in self.seats:
-            if not seat.ended and (seat.dismissed or self._lives(seat) is False):
-                self._replace(seat)
-            elif not seat.ended and (reason := self._watch.look(seat.worker, self._roster.lines[seat.worker])):
-                seat.hung = reason
-                self._replace(seat)
+        for handle in self.handles:
+            if not handle.ended and (handle.dismissed or self._lives(handle) is False):
+                self._replace(handle)
+            elif not handle.ended and (
+                reason := self._watch.look(handle.worker, self._worker_table.lines[handle.worker])
+            ):
+                handle.hung = reason
+                self._replace(handle)
 
-    def _lives(self, seat: Seat) -> bool | None:
+    def _lives(self, handle: WorkerHandle) -> bool | None:
         """None: its process has not told its start time yet."""
-        pid, started = self._roster.lines[seat.worker].process
-        return identity.alive(pid, started) if pid == seat.process.pid else None
+        pid, started = self._worker_table.lines[handle.worker].process
+        return identity.alive(pid, started) if pid == handle.process.pid else None
 
-    def _listen(self, seat: Seat) -> None:
+    def _listen(self, handle: WorkerHandle) -> None:
         """Read what this worker has said, up to the end if it is dead."""
         with contextlib.suppress(EOFError, OSError):
-            while seat.connection.poll(0):
-                self._heed(seat, *seat.connection.recv())
+            while handle.connection.poll(0):
+                self._heed(handle, *handle.connection.recv())
 
-    def _heed(self, seat: Seat, what: str, *details: Any) -> None:
+    def _heed(self, handle: WorkerHandle, what: str, *details: Any) -> None:
         if what == "mailbox":
             path, form = details
-            seat.mailbox = _open_mailbox(path, form)
+            handle.mailbox = _open_mailbox(path, form)
         elif what == "batch":
-            delivery = Delivery(seat, *details)
-            seat.posted.append(delivery)
-            seat.posted = seat.posted[-4:]  # a worker has two slots, so older ones were settled
-            if seat.order is not None:
+            delivery = Delivery(handle, *details)
+            handle.posted.append(delivery)
+            handle.posted = handle.posted[-4:]  # a worker has two slots, so older ones were settled
+            if handle.order is not None:
                 with self.changed:
-                    seat.answered, seat.order = seat.order[-1], None
+                    handle.answered, handle.order = handle.order[-1], None
             self.deliveries.put(delivery)
         elif what == "state":
-            self.states.put((seat.worker, *details))
+            self.states.put((handle.worker, *details))
         elif what == "quarantined":
-            self.note(seat.worker, *details)
+            self.note(handle.worker, *details)
         elif what == "failed":
-            self._roster.lines[seat.worker].state = FAILED
-            self.failed(seat.worker, *details)
+            self._worker_table.lines[handle.worker].state = FAILED
+            self.failed(handle.worker, *details)
         elif what == "closed":
-            logger.info("worker %d ended: the replay buffer was closed", seat.worker)
+            logger.info("worker %d ended: the replay buffer was closed", handle.worker)
         with self.changed:
             self.changed.notify_all()
 
     # ------------------------------------------------------------------ ends
-    def _replace(self, seat: Seat) -> None:
-        """The process of this seat is dead: settle what it left, and start another one if it did not end well."""
-        reason = self._clear(seat)
-        if reason is None or self._roster.stopping or seat.dismissed:
-            self.end(seat)
+    def _replace(self, handle: WorkerHandle) -> None:
+        """The process of this worker is dead: settle what it left, and start another one if it did not end well."""
+        reason = self._clear(handle)
+        if reason is None or self._worker_table.stopping or handle.dismissed:
+            self.end(handle)
             return
         if reason == _NEVER_BEGAN:  # the next one would not either
-            seat.deaths.append(reason)
+            handle.deaths.append(reason)
             self.fail(
-                f"worker {seat.worker} {reason}; what it wrote to the standard error stream tells why. "
+                f"worker {handle.worker} {reason}; what it wrote to the standard error stream tells why. "
                 'Does the script start workers outside of `if __name__ == "__main__":`?'
             )
-            self.end(seat)
-        elif self.lost(seat, reason):
-            self._fill(seat)
+            self.end(handle)
+        elif self.lost(handle, reason):
+            self._fill(handle)
         else:
-            self.end(seat)
+            self.end(handle)
 
-    def _clear(self, seat: Seat) -> str | None:
-        """Make sure that nobody is in this seat, and that its frames are counted. Why it died; None: it ended well."""
-        if seat.process is None:
+    def _clear(self, handle: WorkerHandle) -> str | None:
+        """Make sure that it lives no more, and that its frames are counted. Why it died; None: it ended well."""
+        if handle.process is None:
             return None
-        code, began = self._kill(seat), self._lives(seat) is not None
-        self._listen(seat)
-        for delivery in seat.posted if not self._stopping.is_set() else ():  # else nobody will take them
+        code, began = self._kill(handle), self._lives(handle) is not None
+        self._listen(handle)
+        for delivery in handle.posted if not self._stopping.is_set() else ():  # else nobody will take them
             delivery.settle(count=self._reclaims)
         if self._reclaims:
-            self._budget.reclaim(seat.line, receipt=self._receipt(seat.line))
-        seat.connection.close()
-        seat.lifeline.close()
-        seat.process.close()
+            self._budget.reclaim(handle.line, receipt=self._receipt(handle.line))
+        handle.connection.close()
+        handle.lifeline.close()
+        handle.process.close()
         with self.changed:
-            seat.process, seat.mailbox, seat.posted = None, None, []
-        line = self._roster.lines[seat.worker]
+            handle.process, handle.mailbox, handle.posted = None, None, []
+        line = self._worker_table.lines[handle.worker]
         if self.failure is not None or (code == 0 and line.state == FINISHED):
             line.leave(line.state)
             return None
         line.leave(DEAD)
-        hung, seat.hung = seat.hung, None
+        hung, handle.hung = handle.hung, None
         if hung is not None:
             return hung
         if code > 0 and not began:
             return _NEVER_BEGAN
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def _kill(self, seat: Seat) -> int:
-        """Kill the process of this seat, and those that its environments started; its exit code."""
-        process = seat.process
+    def _kill(self, handle: WorkerHandle) -> int:
+        """Kill the process of this worker, and those that its environments started; its exit code."""
+        process = handle.process
         process.join(0)
         code = process.exitcode
         kill_family(process)
@@ -314,10 +315,10 @@ class Supervisor(Supervision):
             process.join(_KILL_S)
             code = process.exitcode
         end = time.monotonic() + _KILL_S
-        while self._lives(seat) and time.monotonic() < end:  # the code may be that of a fork server, which died first
+        while self._lives(handle) and time.monotonic() < end:  # the code may be that of a fork server, which died first
             time.sleep(0.01)
-        if code is None or self._lives(seat):
-            raise WorkerFailed(f"worker {seat.worker} (process {process.pid}) does not end after SIGKILL")
+        if code is None or self._lives(handle):
+            raise WorkerFailed(f"worker {handle.worker} (process {process.pid}) does not end after SIGKILL")
         return int(code)
 
 

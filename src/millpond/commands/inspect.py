@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from millpond.core.errors import InvalidArgument, NotShareable
-from millpond.remote.inspecting import SCHEME, inspect_owner, spell_remote
+from millpond.remote.cluster import SCHEME, inspect_owner, spell_remote
 from millpond.replay.inspection import Report, inspect, shared_buffers
-from millpond.shm.directory import PREFIX
-from millpond.shm.reaper import reap
+from millpond.shm.directory import PREFIX, reap
 
 REPLAY, LIVE = "replay.millpond", ".replay"  # as training names them; what trains is not needed to look
 HELP = """\

@@ -116,10 +116,10 @@ class Collective:
         with _breaking(f"sending to rank {to}"):
             return self._group.send([payload], to, tag)
 
-    def wait(self, works: list[Any]) -> None:
+    def wait(self, local: list[Any]) -> None:
         """Until what was sent may be overwritten."""
         with _breaking("sending"):
-            for work in works:
+            for work in local:
                 work.wait(self._timeout)
 
     def receive(self, payload: torch.Tensor, source: int, tag: int, *, patient: bool = False) -> torch.Tensor:

@@ -14,14 +14,14 @@ import torch
 from millpond.core.errors import InvalidArgument, InvalidType
 from millpond.core.schema import Schema
 from millpond.remote import cluster
+from millpond.remote.address import check_transport
 from millpond.remote.client import ReplayClient
-from millpond.remote.owner import check_transport
-from millpond.remote.service import Plan
+from millpond.remote.server import Plan
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.storage import Storage
 from millpond.replay.waiting import check_timeout
+from millpond.shm.directory import reap
 from millpond.shm.ownership import Owner as Creator
-from millpond.shm.reaper import reap
 
 
 class RayReplayBuffer(ReplayClient):

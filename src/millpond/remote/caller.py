@@ -13,7 +13,7 @@ import torch
 
 from millpond.core.errors import InvalidArgument
 from millpond.remote.allowance import STEP, Allowance
-from millpond.remote.line import ANSWER, CLOSED, COLLECT, REQUEST
+from millpond.remote.connection import ANSWER, CLOSED, COLLECT, REQUEST
 from millpond.remote.messages import HEAD, SMALL, payload_nbytes
 
 STALLED_S = 10.0  # for a message to come, or an answer to go, and one more for so many bytes:
@@ -129,7 +129,7 @@ class Caller:
         self._notify()
 
     def notify(self, number: int) -> None:
-        """Say that the answer to a parked request is there. Waits for nothing."""
+        """Say that the answer to a pending request is there. Waits for nothing."""
         self._notices.append(ANSWER.pack(number, len(COLLECT)))
         self._notify()
 

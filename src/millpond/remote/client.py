@@ -14,13 +14,13 @@ import torch
 from millpond.core.errors import BufferClosed, InvalidArgument, MillpondError, NotShareable
 from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
+from millpond.remote.address import OwnerAddress, check_transport, this_host
+from millpond.remote.backend import RemoteBackend
 from millpond.remote.connecting import Backend, check_schema, choose, listening, reach, unreachable
-from millpond.remote.owner import Owner, check_transport, this_host
-from millpond.remote.proxy import Proxy
 from millpond.replay.buffer import Handle, ReplayBuffer
-from millpond.replay.drawing import Sampler
 from millpond.replay.engine import find
-from millpond.replay.prioritized import PrioritizedSampler
+from millpond.replay.samplers.prioritized import PrioritizedSampler
+from millpond.replay.samplers.protocol import Sampler
 from millpond.replay.waiting import check_timeout
 
 
@@ -37,7 +37,7 @@ class ReplayClient:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: OwnerAddress,
         *,
         transport: str | None = None,
         host: str | None = None,
@@ -64,7 +64,7 @@ class ReplayClient:
     @property
     def _buffer(self) -> Backend:
         backend = self._backend
-        if backend is None or (type(backend) is Proxy and backend.lost):
+        if backend is None or (type(backend) is RemoteBackend and backend.lost):
             return self._connected()
         return backend
 
@@ -72,7 +72,7 @@ class ReplayClient:
         with self._lock:
             if self._closed:
                 raise BufferClosed("this client was closed")
-            if type(self._backend) is Proxy and self._backend.lost:
+            if type(self._backend) is RemoteBackend and self._backend.lost:
                 self._leave()  # the network failed for a while, perhaps: see whether the owner is there
                 self._backend = None
             if self._backend is None:
@@ -358,7 +358,7 @@ def _refuse_change(_: Any) -> None:
 
 
 def _client(
-    owner: Owner, transport: str, host: str | None, schema: Schema | None, seed: int | None, timeout: float
+    owner: OwnerAddress, transport: str, host: str | None, schema: Schema | None, seed: int | None, timeout: float
 ) -> ReplayClient:
     return ReplayClient(owner, transport=transport, host=host, schema=schema, seed=seed, connect_timeout=timeout)
 
@@ -376,7 +376,7 @@ _inherited: list[Backend] = []  # of the parent: never used here, and never take
 def _after_fork() -> None:
     for client in list(_clients):
         client._lock = threading.Lock()
-        if isinstance(client._backend, Proxy):
+        if isinstance(client._backend, RemoteBackend):
             _inherited.append(client._backend)
             client._backend = None
 

@@ -12,14 +12,14 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, PeerLost
+from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, NotShareable, PeerLost
 from millpond.core.extras import extra
-from millpond.remote.failures import raised
-from millpond.remote.messages import Message
-from millpond.remote.owner import Owner
+from millpond.remote import cluster
+from millpond.remote.address import OwnerAddress
+from millpond.remote.messages import Message, raised
 
 if TYPE_CHECKING:
-    from millpond.remote.service import Plan
+    from millpond.remote.server import Plan
 
 NAMESPACE = "millpond"
 CONTROL, DATA = "control", "data"
@@ -61,7 +61,7 @@ def join(address: str | None) -> None:
         raise PeerLost(f"no Ray cluster answers at {address!r}: {problem}") from problem
 
 
-def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, Owner]:
+def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, OwnerAddress]:
     """A new owner, and its actor.
 
     Raises:
@@ -70,7 +70,7 @@ def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, 
         PeerLost: it died on the way.
         MillpondError: what making the buffer raised.
     """
-    from millpond.remote.service import ReplayActor
+    from millpond.remote.server import ReplayActor
 
     address = ray().get_runtime_context().gcs_address
     try:
@@ -106,10 +106,10 @@ def find(name: str, namespace: str, address: str) -> Any:
         raise PeerLost(f"there is no replay {name!r} in namespace {namespace!r} of this Ray cluster") from problem
 
 
-def owner_of(name: str, namespace: str, address: str, timeout: float) -> Owner:
+def owner_of(name: str, namespace: str, address: str, timeout: float) -> OwnerAddress:
     """What a client must know of a live owner. Raises ``BufferClosed``, ``PeerLost`` or ``DeadlineExceeded``."""
     try:
-        owner: Owner = _get(find(name, namespace, address).owner, timeout=timeout, name=name)
+        owner: OwnerAddress = _get(find(name, namespace, address).owner, timeout=timeout, name=name)
     except PeerLost:
         head = ray().get_runtime_context().gcs_address if ray().is_initialized() else ""
         if _head(head, "internal_kv_get", _name(name, namespace), _WORDS) is not None:
@@ -118,7 +118,7 @@ def owner_of(name: str, namespace: str, address: str, timeout: float) -> Owner:
     return owner
 
 
-def listening(owner: Owner, timeout: float) -> Owner:
+def listening(owner: OwnerAddress, timeout: float) -> OwnerAddress:
     """The same owner, once it listens. Raises ``PeerLost``, ``DeadlineExceeded``, or what keeps it from listening."""
     actor = find(owner.name, owner.namespace, owner.cluster)
     said = _get(actor.listen, timeout=timeout, name=owner.name)
@@ -126,7 +126,7 @@ def listening(owner: Owner, timeout: float) -> Owner:
         raise raised(said)
     if said.token != owner.token:
         raise PeerLost(f"{owner} is gone; another one has its name")
-    made: Owner = said
+    made: OwnerAddress = said
     return made
 
 
@@ -145,18 +145,18 @@ def inspect(name: str, namespace: str, address: str, *, rows: int, timeout: floa
     return made
 
 
-def note_closed(owner: Owner) -> None:
+def note_closed(owner: OwnerAddress) -> None:
     """Leave a word that this owner closed on purpose, for whoever comes later. It lives as long as the cluster."""
     for key in (_word(owner), _name(owner.name, owner.namespace)):
         _head(owner.cluster, "internal_kv_put", key, b"closed", True, _WORDS)
 
 
-def note_open(owner: Owner) -> None:
+def note_open(owner: OwnerAddress) -> None:
     """Who asks for this name asks for this owner from now on."""
     _head(owner.cluster, "internal_kv_del", _name(owner.name, owner.namespace), False, _WORDS)
 
 
-def was_closed(owner: Owner) -> bool:
+def was_closed(owner: OwnerAddress) -> bool:
     """Did this owner close on purpose? False also where nobody can be asked."""
     return _head(owner.cluster, "internal_kv_get", _word(owner), _WORDS) is not None
 
@@ -176,7 +176,7 @@ def _head(address: str, method: str, *arguments: Any) -> Any:
         return None
 
 
-def _word(owner: Owner) -> bytes:
+def _word(owner: OwnerAddress) -> bytes:
     return hashlib.sha256(owner.token).hexdigest().encode()
 
 
@@ -215,3 +215,44 @@ def _get(method: Any, *arguments: Any, timeout: float, name: str) -> Any:
 def new_name() -> str:
     """For an owner that was given none."""
     return f"millpond-{secrets.token_hex(4)}"
+
+
+SCHEME = "ray://"
+_TIMEOUT_S = 20.0
+
+
+def inspect_owner(place: str, *, rows: int = 3) -> dict[str, Any]:
+    """What ``millpond.replay.inspection.inspect`` reports, of a buffer that lives in a Ray cluster, and where it is.
+
+    ``place`` is ``ray://NAME`` or ``ray://NAMESPACE/NAME``; the cluster is that of ``$RAY_ADDRESS``, or the one on
+    this machine.
+
+    Raises ``NotShareable`` where there is none, and ``InvalidArgument`` for what is no such place.
+    """
+    namespace, _, name = place.removeprefix(SCHEME).rpartition("/")
+    if not place.startswith(SCHEME) or not name:
+        raise InvalidArgument(f"{place!r}: a buffer in a Ray cluster is ray://NAME or ray://NAMESPACE/NAME")
+    if rows < 0:
+        raise InvalidArgument(f"rows is a number of items, 0 or more, not {rows}")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        return cluster.inspect(name, namespace or cluster.NAMESPACE, "auto", rows=rows, timeout=_TIMEOUT_S)
+    except (PeerLost, DeadlineExceeded) as problem:
+        raise NotShareable(f"{place}: {problem}") from problem
+
+
+def spell_remote(remote: dict[str, Any]) -> str:
+    """The part of a report that only such buffers have, as lines of text."""
+    traffic, parked = remote["traffic"], remote["parked"]
+    listens = remote["listens"] or "nowhere yet: no client needed it"
+    lines = [
+        f"remote     process {remote['process']} on {remote['node']}, transport {remote['transport']}",
+        f"           endpoint {remote['endpoints']['extend'] or 'in Ray'}; it listens at {listens}",
+        f"           {len(remote['clients'])} clients from elsewhere; of their calls "
+        f"{parked['sample']} wait to sample, {parked['extend']} to extend",
+        f"           bytes in {traffic['gloo_in']:,} by the network, {traffic['ray_in']:,} by Ray; "
+        f"out {traffic['gloo_out']:,} by the network, {traffic['ray_out']:,} by Ray",
+        f"           rows in {traffic['gloo_rows_in']:,} and {traffic['ray_rows_in']:,}; "
+        f"out {traffic['gloo_rows_out']:,} and {traffic['ray_rows_out']:,}",
+    ]
+    return "\n".join(lines)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from millpond.core.errors import BufferClosed, MillpondError, NotShareable, PeerLost
 from millpond.core.schema import Schema
 from millpond.remote import cluster
-from millpond.remote.line import Line
-from millpond.remote.owner import Owner
-from millpond.remote.proxy import Proxy
+from millpond.remote.address import OwnerAddress
+from millpond.remote.backend import RemoteBackend
+from millpond.remote.connection import Connection
 from millpond.remote.session import Session, Wire
 from millpond.remote.transports import nccl, shm
 from millpond.remote.transports.network import NetworkWire
 from millpond.remote.transports.ray import RayWire
 from millpond.replay.buffer import ReplayBuffer
-from millpond.replay.rules import generator
+from millpond.replay.config import generator
 
-Backend = ReplayBuffer | Proxy
+Backend = ReplayBuffer | RemoteBackend
 
 
-def choose(owner: Owner, transport: str, host: str) -> str:
+def choose(owner: OwnerAddress, transport: str, host: str) -> str:
     """``auto``: shared memory on the owner's host, else the network, else Ray.
 
     Raises ``NotShareable`` where ``shm`` is asked for, and cannot be; the message says why.
@@ -33,7 +33,7 @@ def choose(owner: Owner, transport: str, host: str) -> str:
     return "gloo" if owner.gloo else "ray"
 
 
-def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> Backend:
+def reach(owner: OwnerAddress, transport: str, *, seed: int | None, timeout: float) -> Backend:
     """The buffer by this transport.
 
     Raises ``BufferClosed`` where it was closed, ``PeerLost`` where the owner is gone or cannot be reached.
@@ -46,17 +46,17 @@ def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> 
                 BufferClosed(f"{owner} has closed the buffer") if cluster.was_closed(owner) else problem
             ) from problem
         if seed is not None:
-            buffer._works.engine.random.torch = generator(seed)
+            buffer._local.engine.random.torch = generator(seed)
         return buffer
     assert owner.line is not None, "listening() comes first"
     try:
         device = owner.rules.device
         pinned = transport == "gloo" and device is not None and device.startswith("cuda")
-        line = Line(owner.line, owner.token, timeout=timeout, pinned=pinned)
+        line = Connection(owner.line, owner.token, timeout=timeout, pinned=pinned)
     except PeerLost as problem:
         raise _gone(owner, problem) from problem
     try:
-        return Proxy(Session(owner, line, _wire(owner, transport, line, timeout)))
+        return RemoteBackend(Session(owner, line, _wire(owner, transport, line, timeout)))
     except BaseException as problem:
         line.close()
         if isinstance(problem, ConnectionError):
@@ -64,7 +64,7 @@ def reach(owner: Owner, transport: str, *, seed: int | None, timeout: float) -> 
         raise
 
 
-def listening(owner: Owner, timeout: float) -> Owner:
+def listening(owner: OwnerAddress, timeout: float) -> OwnerAddress:
     """The same owner, once it listens: it does as soon as somebody needs it. Raises as `reach` does."""
     if owner.line is not None:
         return owner
@@ -76,20 +76,20 @@ def listening(owner: Owner, timeout: float) -> Owner:
         raise _gone(owner, problem) from problem
 
 
-def unreachable(owner: Owner, problem: MillpondError) -> MillpondError:
+def unreachable(owner: OwnerAddress, problem: MillpondError) -> MillpondError:
     """Why shared memory cannot be reached, if there is more to say than ``problem`` does."""
     if cluster.was_closed(owner):
         return BufferClosed(f"{owner} has closed the buffer")
     return PeerLost(f"{owner} is gone") if shm.left(owner) else problem
 
 
-def _gone(owner: Owner, problem: Exception) -> MillpondError:
+def _gone(owner: OwnerAddress, problem: Exception) -> MillpondError:
     if cluster.was_closed(owner):
         return BufferClosed(f"{owner} has closed the buffer")
     return PeerLost(f"{owner} is gone, or cannot be reached: {problem}")
 
 
-def _wire(owner: Owner, transport: str, line: Line, timeout: float) -> Wire:
+def _wire(owner: OwnerAddress, transport: str, line: Connection, timeout: float) -> Wire:
     if transport == "ray":
         return RayWire(cluster.find(owner.name, owner.namespace, owner.cluster), line)
     if not owner.gloo:
@@ -103,7 +103,7 @@ def _wire(owner: Owner, transport: str, line: Line, timeout: float) -> Wire:
 
 def check_schema(backend: Backend, schema: Schema) -> None:
     """Bind what a client says that it will write. Raises ``SchemaMismatch``, naming the difference."""
-    if isinstance(backend, Proxy):
+    if isinstance(backend, RemoteBackend):
         backend.bind(schema)
     else:
         from millpond.remote.packed import Packed

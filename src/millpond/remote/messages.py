@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import math
 import struct
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
-from millpond.core.errors import InvalidArgument
+from millpond.core import errors
+from millpond.core.errors import InvalidArgument, MillpondError, OutOfMemory, WorkerFailed
 
 HEAD = struct.Struct("<4sIQQQI")
 _MAGIC, _VERSION = b"MPRM", 2
@@ -47,7 +49,7 @@ Head = bytes | bytearray
 class Message:
     """A request, or an answer to the request of the same number.
 
-    ``kind`` says what is asked, or how it went: "done", "parked", "withdrawn" or "error". ``settled`` stands in
+    ``kind`` says what is asked, or how it went: "done", "pending", "withdrawn" or "error". ``settled`` stands in
     requests: the client will never again ask about a request with a smaller number.
     """
 
@@ -227,3 +229,34 @@ def _view(flat: torch.Tensor, at: int, size: int, dtype: torch.dtype, shape: lis
 def _check_bools(flat: torch.Tensor) -> None:
     if int(flat.max()) > 1:
         raise ValueError("a bool is 0 or 1")
+
+
+_PLAIN: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (IndexError, KeyError, TypeError, ValueError, RuntimeError, OSError)
+}
+
+
+def failed(number: int, error: Exception) -> Message:
+    """The answer to a request that raised. What nobody expected carries the owner's traceback."""
+    if isinstance(error, MemoryError) and not isinstance(error, MillpondError):
+        error = OutOfMemory(f"the owner's memory does not suffice: {error}")
+    fields = {"error": type(error).__name__, "text": str(error)}
+    if not isinstance(error, MillpondError | IndexError):
+        fields["traceback"] = "".join(traceback.format_exception(error))
+    return Message("error", number, fields)
+
+
+def raised(answer: Message) -> Exception:
+    """The error in such an answer, to be raised here. One that is unknown here is a ``WorkerFailed``."""
+    name, text = str(answer.fields["error"]), str(answer.fields["text"])
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, MillpondError):
+        return kind(text)
+    trace = answer.fields.get("traceback", "")
+    plain = _PLAIN.get(name)
+    if plain is not None:
+        error = plain(text)
+        if trace:
+            error.add_note(f"raised in the process that owns the buffer:\n{trace}")
+        return error
+    return WorkerFailed(f"the owner of the buffer raised {name}: {text}\n{trace}")

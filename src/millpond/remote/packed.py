@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
-from typing import Any, Literal
+import weakref
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 from tensordict import TensorDict
 
-from millpond.core.errors import BufferClosed, NotShareable, SchemaMismatch
+from millpond.core.errors import BufferClosed, InvalidArgument, NotShareable, SchemaMismatch
 from millpond.core.intake import described
 from millpond.core.schema import Schema
+from millpond.replay.batch import SampledBatch
 from millpond.replay.buffer import ReplayBuffer
-from millpond.replay.drawing import Ints
+from millpond.replay.samplers.protocol import Ints
 from millpond.replay.state import CONSUMER_BLOCKS, PRODUCER_BLOCKS
-from millpond.replay.taken import Taken
 
 Side = Literal["sample", "extend"]
 
@@ -27,7 +31,7 @@ class Packed:
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
-        self.consuming = buffer._works.rules.deliveries is not None
+        self.consuming = buffer._local.rules.deliveries is not None
         self._ahead = threading.Lock()  # batches drawn ahead are one queue, for all clients
         self._making = threading.Lock()
         self._twin: ReplayBuffer | None = None
@@ -47,26 +51,26 @@ class Packed:
         whole = rows.dtype is torch.uint8 and rows.is_contiguous()
         if not whole or schema is None or schema.fingerprint != fingerprint or rows.shape[1:] != (schema.row_nbytes,):
             raise SchemaMismatch(f"rows of schema {fingerprint}, {described(rows)}; bound is {schema!r}")
-        return self.chosen(exempt)._works.put(rows, priority, 0, None, receipt, who)
+        return self.chosen(exempt)._local.put(rows, priority, 0, None, receipt, who)
 
-    def take(self, n: int, *, wait: bool, exempt: bool) -> Taken:
+    def take(self, n: int, *, wait: bool, exempt: bool) -> SampledBatch:
         """Draw n items, or raise as ``sample(wait=wait, timeout=0)`` does."""
         buffer = self.chosen(exempt)
         patience: Any = {"wait": wait, "timeout": 0 if wait else None, "cancel": None}
-        if not buffer._works.rules.prefetch:
-            return buffer._works.ahead.take(n, **patience)
+        if not buffer._local.rules.prefetch:
+            return buffer._local.ahead.take(n, **patience)
         with self._ahead:
-            return buffer._works.ahead.take(n, **patience)
+            return buffer._local.ahead.take(n, **patience)
 
-    def noted(self, taken: Taken, n: int) -> Taken:
+    def noted(self, taken: SampledBatch, n: int) -> SampledBatch:
         """What to keep of a batch of n that was handed out, so that `give_back` can take it back."""
-        if not self.buffer._works.ahead.keeps:  # it would be drawn again
+        if not self.buffer._local.ahead.keeps:  # it would be drawn again
             taken = taken._replace(rows=torch.empty(0, dtype=torch.uint8))
         return taken._replace(asked=n, data=None)
 
-    def give_back(self, noted: Taken, *, exempt: bool) -> None:
+    def give_back(self, noted: SampledBatch, *, exempt: bool) -> None:
         """A batch did not reach whoever asked for it."""
-        self.chosen(exempt)._works.ahead.take_back([([noted], 1)])
+        self.chosen(exempt)._local.ahead.take_back([([noted], 1)])
 
     @property
     def row_nbytes(self) -> int:
@@ -79,21 +83,21 @@ class Packed:
         """Bytes of all items that fit."""
         return self.buffer.capacity * self.row_nbytes
 
-    def peek(self, n: int) -> Taken:
+    def peek(self, n: int) -> SampledBatch:
         """As ``ReplayBuffer.peek``."""
-        return Taken(*self.buffer._works.editor.peek(n), {}, 0)
+        return SampledBatch(*self.buffer._local.updater.peek(n), {}, 0)
 
     def pick(self, which: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Rows of the items that ``which`` names by age, and the shape of the index."""
-        return self.buffer._works.editor.pick(which)
+        return self.buffer._local.updater.pick(which)
 
     def epoch_over(self, n: int) -> bool:
         """Was the last batch of the epoch drawn, and handed over?"""
-        return self.buffer._works.editor.epoch_over(n) and not self.buffer._works.ahead
+        return self.buffer._local.updater.epoch_over(n) and not self.buffer._local.ahead
 
     def bind(self, schema: Schema) -> Schema:
         """The bound schema, which is this one where none was bound. Raises ``SchemaMismatch``, with the difference."""
-        bound = self.buffer.schema or self.buffer._works.bind(schema)
+        bound = self.buffer.schema or self.buffer._local.bind(schema)
         if bound != schema:
             raise SchemaMismatch(f"another schema is bound: {bound.difference(schema)}")
         return bound
@@ -106,7 +110,7 @@ class Packed:
 
     def count_block(self, side: Side) -> None:
         """One more call had to wait."""
-        engine = self.buffer._works.engine
+        engine = self.buffer._local.engine
         try:
             state = engine.load()
             state[CONSUMER_BLOCKS if side == "sample" else PRODUCER_BLOCKS] += 1
@@ -115,7 +119,7 @@ class Packed:
             engine.control.mutex.unlock()
 
     def changes(self, side: Side) -> Changes:
-        """How a lot of parked calls learns that the buffer changed."""
+        """How pending calls learn that the buffer changed."""
         return Changes(self.buffer, side)
 
     def close(self) -> None:
@@ -134,12 +138,12 @@ class Packed:
                 if not self.buffer.shared:
                     raise NotShareable("unlimited() from another process needs a buffer in shared memory")
                 self._twin = ReplayBuffer.attach(self.buffer.handle())
-                self._twin._works.engine.unlimited = 1
+                self._twin._local.engine.unlimited = 1
             return self._twin
 
 
 class Changes:
-    """The buffer's event count of one side, as `millpond.remote.parking.Tickets`."""
+    """The buffer's event count of one side, as `millpond.remote.pending.Tickets`."""
 
     def __init__(self, buffer: ReplayBuffer, side: Side) -> None:
         self._buffer = buffer
@@ -147,7 +151,7 @@ class Changes:
 
     def prepare(self) -> int:
         try:
-            engine, mutex = self._buffer._works.engine, self._buffer._works.engine.control.mutex
+            engine, mutex = self._buffer._local.engine, self._buffer._local.engine.control.mutex
         except BufferClosed:
             return -1
         try:
@@ -161,7 +165,55 @@ class Changes:
         if ticket < 0:
             return True
         try:
-            moved: bool = getattr(self._buffer._works.engine, self._name).wait(ticket, seconds)
+            moved: bool = getattr(self._buffer._local.engine, self._name).wait(ticket, seconds)
             return moved
         except BufferClosed:
             return True
+
+
+PIECE = 16 << 20  # bytes
+
+
+class Spool:
+    """A checkpoint on its way, in a file without a name in the directory for temporary files (``TMPDIR``).
+
+    ``expected``: bytes that will be `put` into it.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self.file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  # closed with this object
+        weakref.finalize(self, self.file.close)
+        self._expected = expected
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+    def put(self, at: Any, piece: torch.Tensor) -> None:
+        """A piece has come. Raises ``InvalidArgument`` where it is none of this file."""
+        put(self.file, at, piece, self._expected)
+
+    def piece(self, at: Any) -> torch.Tensor:
+        """The bytes from ``at`` on."""
+        if type(at) is not int or not 0 <= at < self.nbytes:
+            raise InvalidArgument(f"a file of {self.nbytes} bytes has no piece at {at!r:.40}")
+        return piece(self.file, at)
+
+
+def put(file: BinaryIO, at: Any, piece: torch.Tensor, nbytes: int) -> None:
+    """Write a piece into a file that will have ``nbytes``. Raises ``InvalidArgument`` where it does not fit in."""
+    if type(at) is not int or piece.dtype is not torch.uint8 or not 0 <= at <= nbytes - piece.numel():
+        raise InvalidArgument(f"{piece.numel()} {piece.dtype} at {at!r:.40} do not fit into {nbytes} bytes")
+    view, done = piece.contiguous().reshape(-1).numpy().data, 0
+    while done < len(view):
+        done += os.pwrite(file.fileno(), view[done:], at + done)
+
+
+def piece(file: BinaryIO, at: int) -> torch.Tensor:
+    """Up to 16 MiB of a file from ``at`` on."""
+    return torch.frombuffer(bytearray(os.pread(file.fileno(), PIECE, at)), dtype=torch.uint8)
+
+
+def places(nbytes: int) -> Iterator[int]:
+    """Where each piece of so many bytes begins."""
+    return iter(range(0, nbytes, PIECE))

@@ -15,10 +15,9 @@ import torch
 
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, MillpondError, PeerLost
 from millpond.remote import cluster
-from millpond.remote.failures import raised
-from millpond.remote.line import Line, Slot
-from millpond.remote.messages import Message
-from millpond.remote.owner import Owner
+from millpond.remote.address import OwnerAddress
+from millpond.remote.connection import Connection, Slot
+from millpond.remote.messages import Message, raised
 from millpond.replay.waiting import CANCEL_SLICE, LOG_EVERY, OWNER_SLICE, check_cancel, check_timeout
 
 TRIES = 5  # of one request, where what carries it breaks and the owner lives
@@ -69,7 +68,7 @@ class Patience:
 class Session:
     """One client's connection to an owner. Any thread may call."""
 
-    def __init__(self, owner: Owner, line: Line, wire: Wire) -> None:
+    def __init__(self, owner: OwnerAddress, line: Connection, wire: Wire) -> None:
         self.owner, self._line, self._wire = owner, line, wire
         self._lock = threading.Lock()
         self._next = 1
@@ -140,7 +139,7 @@ class Session:
 
     # ------------------------------------------------------------------ waiting
     def _wait(self, number: int, slot: Slot, patience: Patience, noticed: bool) -> Message:
-        """Until the parked request is answered. Whatever ends the wait takes the request back first."""
+        """Until the pending request is answered. Whatever ends the wait takes the request back first."""
         logged = time.monotonic()
         while True:
             if noticed:
@@ -179,7 +178,7 @@ class Session:
         return str(self.call("explain", {"op": patience.op, "n": patience.n}).fields["text"])
 
     def _about(self, kind: str, number: int, patience: Patience) -> Message:
-        """Collect or withdraw a parked request."""
+        """Collect or withdraw a pending request."""
         own = self._begin()
         slot = self._line.open(own)
         try:

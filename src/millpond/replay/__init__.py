@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from millpond.replay.annealing import LinearSchedule
 from millpond.replay.blocking import BlockingReplayBuffer, RateLimitedReplayBuffer
 from millpond.replay.buffer import Handle, ReplayBuffer
-from millpond.replay.drawing import Draw, Items, Randomness, Sampler
-from millpond.replay.ensemble import ReplayBufferEnsemble
-from millpond.replay.prioritized import PrioritizedSampler
-from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
-from millpond.replay.slices import SliceSampler
+from millpond.replay.ensemble.buffer import ReplayBufferEnsemble
+from millpond.replay.samplers.episodes import HindsightSampler, NStep
+from millpond.replay.samplers.prioritized import PrioritizedSampler
+from millpond.replay.samplers.protocol import Draw, Items, Randomness, Sampler
+from millpond.replay.samplers.schedules import LinearSchedule
+from millpond.replay.samplers.slices import SliceSampler
+from millpond.replay.samplers.uniform import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.storage import LazyMemmapStorage, LazyTensorStorage, MappedStorage, Storage, TensorStorage
-from millpond.replay.windows import HindsightSampler, NStep
 
 __all__ = [
     "BlockingReplayBuffer",

@@ -8,8 +8,8 @@ from typing import Any
 from millpond.core.errors import InvalidArgument
 from millpond.flow.limiter import Flow
 from millpond.replay.buffer import ReplayBuffer
-from millpond.replay.drawing import Sampler
-from millpond.replay.samplers import ConsumingSampler
+from millpond.replay.samplers.protocol import Sampler
+from millpond.replay.samplers.uniform import ConsumingSampler
 from millpond.replay.storage import Storage
 
 

@@ -21,18 +21,18 @@ from millpond.core.errors import (
 from millpond.core.schema import Batch, Schema
 from millpond.flow.limiter import Flow
 from millpond.replay import checkpoint
-from millpond.replay import rules as rulebook
-from millpond.replay.belonging import claim, release
-from millpond.replay.drawing import Sampler
+from millpond.replay import config as rulebook
+from millpond.replay.batch import SampledBatch
+from millpond.replay.config import BufferConfig
+from millpond.replay.local import LocalReplay
 from millpond.replay.memory import read_rules
-from millpond.replay.rules import Rules
-from millpond.replay.samplers import RandomSampler
+from millpond.replay.ownership import claim, release
+from millpond.replay.samplers.protocol import Sampler
+from millpond.replay.samplers.uniform import RandomSampler
 from millpond.replay.state import CLOSED, LIVE, RECEIPT_LINES, STORED, WRITES
+from millpond.replay.stats import stats
 from millpond.replay.storage import MappedStorage, Storage, TensorStorage, check_capacity
-from millpond.replay.summary import stats
-from millpond.replay.taken import Taken
 from millpond.replay.waiting import check_cancel, check_timeout
-from millpond.replay.works import Works
 from millpond.shm.holding import describe
 from millpond.shm.interrupts import uninterrupted
 
@@ -42,7 +42,7 @@ class Handle:
     """Picklable: how another process on this host finds a shared buffer. Give it to `ReplayBuffer.attach`."""
 
     path: str
-    rules: Rules
+    rules: BufferConfig
 
 
 class ReplayBuffer:
@@ -100,7 +100,7 @@ class ReplayBuffer:
         if not isinstance(storage, Storage):
             capacity = check_capacity(storage)
             kept = MappedStorage(capacity) if shared else TensorStorage(capacity)
-        rules = Rules(
+        rules = BufferConfig(
             capacity=check_capacity(kept.capacity),
             sampler=RandomSampler() if sampler is None else sampler,
             flow=Flow() if flow is None else flow,
@@ -119,13 +119,13 @@ class ReplayBuffer:
         draws = rulebook.generator(seed)
         claim(self, (*rulebook.layers(rules.sampler), kept))
         try:
-            self._works = Works.made(rules, kept, draws, shared=shared)
+            self._local = LocalReplay.made(rules, kept, draws, shared=shared)
         except BaseException:
             release(self)
             raise
         if schema is not None:
             try:
-                self._works.bind(schema)
+                self._local.bind(schema)
             except BaseException:
                 self.close()
                 raise
@@ -167,38 +167,38 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        works, first = self._works, None
-        schema = works.schema or works.known()
+        local, first = self._local, None
+        schema = local.schema or local.known()
         if schema is None:
             schema = first = Schema.from_example(rulebook.without_draw(items, None, dims=1))
         try:
             tensors = schema.check(items)
         except SchemaMismatch as problem:
             tensors = schema.check(rulebook.undrawn(items, schema, problem, dims=1))
-        staging = works.desk.take(schema, tensors[0].shape[0])
+        staging = local.staging_pool.take(schema, tensors[0].shape[0])
         staging.fill(tensors)
-        slots = works.put(staging.rows, priority, timeout, cancel_event, receipt, first=first)
-        works.desk.give(staging)
+        slots = local.put(staging.rows, priority, timeout, cancel_event, receipt, first=first)
+        local.staging_pool.give(staging)
         return _NO_SLOTS if slots is None else torch.from_numpy(slots)
 
     @uninterrupted
     def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
         """Write one item, without a leading dimension. Returns its slot, -1 where it was dropped. As `extend` else."""
-        works, first = self._works, None
-        schema = works.schema
+        local, first = self._local, None
+        schema = local.schema
         if schema is None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-            schema = works.known()
+            schema = local.known()
             if schema is None:
                 schema = first = Schema.from_item(rulebook.without_draw(item, None, dims=0))
-        staging = works.desk.take(schema, 1)
+        staging = local.staging_pool.take(schema, 1)
         try:
             schema.fill_item(staging, item)
         except SchemaMismatch as problem:
             schema.fill_item(staging, rulebook.undrawn(item, schema, problem, dims=0))
-        slots = works.put(staging.rows, priority, timeout, cancel_event, None, first=first)
-        works.desk.give(staging)
+        slots = local.put(staging.rows, priority, timeout, cancel_event, None, first=first)
+        local.staging_pool.give(staging)
         return -1 if slots is None else int(slots[0])
 
     def receipt(self, line: int) -> int:
@@ -206,7 +206,7 @@ class ReplayBuffer:
         death."""
         if not 0 <= line < RECEIPT_LINES:
             raise InvalidArgument(f"a receipt's line is 0 to {RECEIPT_LINES - 1}, got {line}")
-        return self._works.engine.receipt(line)
+        return self._local.engine.receipt(line)
 
     # ------------------------------------------------------------------ sampling
     @uninterrupted
@@ -238,37 +238,37 @@ class ReplayBuffer:
         if timeout is not None or cancel_event is not None:
             check_timeout(timeout)
             check_cancel(cancel_event)
-        works = self._works
-        if works.watched is not None:
-            works.watched.look("sample")
-        plain = works.plain and not return_info
+        local = self._local
+        if local.watched is not None:
+            local.watched.look("sample")
+        plain = local.plain and not return_info
         cancelled = cancel_event is not None and cancel_event.is_set()
-        asked = plain and not works.rules.prefetch and not cancelled and works.ahead.idle
+        asked = plain and not local.rules.prefetch and not cancelled and local.ahead.idle
         if asked:
-            picked = works.engine.shortcut.sample(n)
+            picked = local.engine.fast_path.sample(n)
             if picked is not None:
                 try:
-                    return picked.unpacked(works.schema or works.known_schema())
+                    return picked.unpacked(local.schema or local.known_schema())
                 except BaseException:
-                    works.ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
+                    local.ahead.take_back([([picked.taken()._replace(asked=n)], 1)])
                     raise
-        prepare = works.tray if plain else None
-        taken = works.ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare, asked=asked)
+        prepare = local.into if plain else None
+        taken = local.ahead.take(n, wait=wait, timeout=timeout, cancel=cancel_event, prepare=prepare, asked=asked)
         if taken.data is not None:
             return taken.data
         try:
             return self._dress(taken, return_info)
         except BaseException:
-            works.ahead.take_back([([taken._replace(asked=n)], 1)])
+            local.ahead.take_back([([taken._replace(asked=n)], 1)])
             raise
 
-    def _dress(self, taken: Taken, return_info: bool) -> Any:
-        rules, schema = self._works.rules, self._works.known_schema()
+    def _dress(self, taken: SampledBatch, return_info: bool) -> Any:
+        rules, schema = self._local.rules, self._local.known_schema()
         if rules.transform is not None:
-            taken = self._works.ahead.lent(taken)
+            taken = self._local.ahead.lent(taken)
         rows, index, generation = taken.rows, torch.from_numpy(taken.slots), torch.from_numpy(taken.numbers)
         extra = taken.extra
-        if self._works.plain and not return_info:
+        if self._local.plain and not return_info:
             return schema.unpack(rows, extra, {"index": index, "generation": generation})
         if rules.device is not None:
             rows, index, generation, extra = rulebook.to_device(rules.device, rows, index, generation, extra)
@@ -282,14 +282,14 @@ class ReplayBuffer:
         n = self._batch_size(n)
         if n > rulebook.FREELY:
             rulebook.check_room(n, self.schema)
-        rows, slots, numbers = self._works.editor.peek(n)
-        return self._dress(Taken(rows, slots, numbers, {}, 0), False)
+        rows, slots, numbers = self._local.updater.peek(n)
+        return self._dress(SampledBatch(rows, slots, numbers, {}, 0), False)
 
     def __getitem__(self, which: Any) -> Any:
         """Items by age, 0 the oldest that a sample may return: an index, a slice, a mask, or several indices, and then
         the batch has their shape. Raises ``OutOfRange``, an ``IndexError``."""
-        rows, shape = self._works.editor.pick(which)
-        return rulebook.picked(self._works.known_schema(), rows, shape)
+        rows, shape = self._local.updater.pick(which)
+        return rulebook.picked(self._local.known_schema(), rows, shape)
 
     @uninterrupted
     def __iter__(self) -> Iterator[Any]:
@@ -297,43 +297,43 @@ class ReplayBuffer:
         with contextlib.suppress(BufferClosed):
             while True:
                 yield self.sample(wait=True)
-                if self._works.editor.epoch_over(self._batch_size(None)) and not self._works.ahead:
+                if self._local.updater.epoch_over(self._batch_size(None)) and not self._local.ahead:
                     return
 
     # ------------------------------------------------------------------ waiting
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Would ``sample(batch_size)`` succeed now?"""
-        n, works = self._batch_size(batch_size), self._works
-        if works.closed:
+        n, local = self._batch_size(batch_size), self._local
+        if local.closed:
             return False
-        state = works.engine.control.peek()
+        state = local.engine.control.peek()
         if state[CLOSED]:
             return False
-        return works.ahead.block(state, n) is None
+        return local.ahead.block(state, n) is None
 
     def wait_until_sampleable(
         self, num_items: int | None = None, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``sample(num_items)`` may proceed; somebody else may still be faster. False on timeout."""
-        n, works = self._batch_size(num_items), self._works
-        return works.engine.wait_until("sample", n, timeout, cancel_event, works.ahead.block)
+        n, local = self._batch_size(num_items), self._local
+        return local.engine.wait_until("sample", n, timeout, cancel_event, local.ahead.block)
 
     def wait_until_writable(
         self, num_items: int = 1, *, timeout: float | None = None, cancel_event: Any = None
     ) -> bool:
         """Wait until ``extend`` of so many items may proceed; somebody else may still be faster. False on timeout."""
-        n, engine = rulebook.check_batch_size(num_items, "num_items"), self._works.engine
+        n, engine = rulebook.check_batch_size(num_items, "num_items"), self._local.engine
         return engine.wait_until("extend", n, timeout, cancel_event, engine.insert_block)
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[Self]:
         """What this process does inside is left out of ``samples_per_insert`` and ``max_debt``: for offline prefill."""
-        self._works.engine.unlimited += 1
+        self._local.engine.unlimited += 1
         try:
             yield self
         finally:
-            if not self._works.closed:
-                self._works.engine.unlimited -= 1
+            if not self._local.closed:
+                self._local.engine.unlimited -= 1
 
     # ------------------------------------------------------------------ changing what is there
     @uninterrupted
@@ -347,9 +347,9 @@ class ReplayBuffer:
 
         Raises ``InvalidArgument`` or ``InvalidType``, before anything was changed.
         """
-        if self._works.watched is not None:
-            self._works.watched.look("update_priority")
-        return self._works.editor.update_priority(index_or_sample, priority)
+        if self._local.watched is not None:
+            self._local.watched.look("update_priority")
+        return self._local.updater.update_priority(index_or_sample, priority)
 
     @uninterrupted
     def update(self, index_or_sample: Any, patch: Batch) -> int:
@@ -361,32 +361,32 @@ class ReplayBuffer:
 
         Raises ``SchemaMismatch`` or ``NonFinite``, before anything was changed.
         """
-        if self._works.watched is not None:
-            self._works.watched.look("update")
-        return self._works.editor.update(index_or_sample, patch)
+        if self._local.watched is not None:
+            self._local.watched.look("update")
+        return self._local.updater.update(index_or_sample, patch)
 
     @uninterrupted
     def empty(self) -> None:
         """Drop all items, for everybody who shares the buffer. ``write_count`` and the other counters stay."""
-        self._works.ahead.refund()
-        self._works.engine.empty()
+        self._local.ahead.refund()
+        self._local.engine.empty()
 
     # ------------------------------------------------------------------ figures
     def stats(self) -> dict[str, Any]:
         """The counters of the design, the same keys from every kind of buffer."""
-        works = self._works
-        return dict(works.final) if works.closed else stats(works.engine, works.schema)
+        local = self._local
+        return dict(local.final) if local.closed else stats(local.engine, local.schema)
 
     def explain(self, op: str = "sample", n: int | None = None) -> str:
         """One line: why ``sample(n)`` or ``extend(n)`` cannot proceed now, or that it can."""
         if op not in ("sample", "extend"):
             raise InvalidArgument(f'op is "sample" or "extend", not {op!r}')
         count = self._batch_size(n) if op == "sample" else rulebook.check_batch_size(1 if n is None else n, "n")
-        if self._works.closed or self._works.engine.control.peek()[CLOSED]:
+        if self._local.closed or self._local.engine.control.peek()[CLOSED]:
             return f"{op}({count}) cannot proceed: the buffer was closed"
-        engine = self._works.engine
+        engine = self._local.engine
         state = engine.control.peek()
-        block = self._works.ahead.block(state, count) if op == "sample" else engine.insert_block(state, count)
+        block = self._local.ahead.block(state, count) if op == "sample" else engine.insert_block(state, count)
         if block is not None:
             return engine.explain_block(op, count, block)
         holder = engine.stopped_holder()
@@ -397,44 +397,44 @@ class ReplayBuffer:
     @property
     def capacity(self) -> int:
         """In items."""
-        return self._works.rules.capacity
+        return self._local.rules.capacity
 
     @property
     def schema(self) -> Schema | None:
         """None until the first write, in whichever process, unless it was given."""
-        return self._works.known()
+        return self._local.known()
 
     @property
     def batch_size(self) -> int | None:
-        return self._works.rules.batch_size
+        return self._local.rules.batch_size
 
     @property
     def sampler(self) -> Sampler:
-        sampler: Sampler = self._works.rules.sampler
+        sampler: Sampler = self._local.rules.sampler
         return sampler
 
     @property
     def flow(self) -> Flow:
-        return self._works.rules.flow
+        return self._local.rules.flow
 
     @property
     def write_count(self) -> int:
         """Items ever written."""
         return (
-            int(self._works.final["write_count"]) if self._works.closed else self._works.engine.control.peek()[WRITES]
+            int(self._local.final["write_count"]) if self._local.closed else self._local.engine.control.peek()[WRITES]
         )
 
     @property
     def storage_size(self) -> int:
         """Slots physically occupied."""
         return (
-            int(self._works.final["storage_size"]) if self._works.closed else self._works.engine.control.peek()[STORED]
+            int(self._local.final["storage_size"]) if self._local.closed else self._local.engine.control.peek()[STORED]
         )
 
     @property
     def sampleable_size(self) -> int:
         """Items that a sample may return now."""
-        return int(self._works.final["size"]) if self._works.closed else self._works.engine.control.peek()[LIVE]
+        return int(self._local.final["size"]) if self._local.closed else self._local.engine.control.peek()[LIVE]
 
     def __len__(self) -> int:
         return self.sampleable_size
@@ -442,20 +442,20 @@ class ReplayBuffer:
     # ------------------------------------------------------------------ sharing
     def share(self) -> Self:
         """Move into shared memory, with all that it holds, so that other processes can use it. Returns itself."""
-        if not self._works.engine.memory.shared:
-            self._works = checkpoint.moved_to_shared(self._works)
+        if not self._local.engine.memory.shared:
+            self._local = checkpoint.moved_to_shared(self._local)
         return self
 
     @property
     def shared(self) -> bool:
-        return self._works.engine.memory.shared
+        return self._local.engine.memory.shared
 
     def handle(self) -> Handle:
         """Raises ``NotShareable`` where the buffer is not shared."""
-        path = self._works.engine.memory.path
+        path = self._local.engine.memory.path
         if path is None:
             raise NotShareable("this buffer lies in private memory: call share() first, or dumps(path) to save a copy")
-        return Handle(str(path), self._works.rules)
+        return Handle(str(path), self._local.rules)
 
     @classmethod
     def attach(cls, handle_or_path: Handle | str | os.PathLike[str], *, sampler: Sampler | None = None) -> Self:
@@ -472,9 +472,9 @@ class ReplayBuffer:
             path, rules = Path(handle_or_path.path), handle_or_path.rules.for_another()
         else:
             path = Path(handle_or_path).absolute()
-            rules = Rules.from_json(read_rules(path), sampler, path)
+            rules = BufferConfig.from_json(read_rules(path), sampler, path)
         self = cls.__new__(cls)
-        self._works = Works.attached(rules, path)
+        self._local = LocalReplay.attached(rules, path)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -483,20 +483,20 @@ class ReplayBuffer:
     # ------------------------------------------------------------------ saving
     def state_dict(self) -> dict[str, Any]:
         """Contents, counters, sampler, generator, and the batches drawn ahead, as tensors, numbers and strings."""
-        return checkpoint.state_dict(self._works)
+        return checkpoint.state_dict(self._local)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace what the buffer holds by what `state_dict` gave. Raises ``CheckpointError`` before anything
         changed."""
-        checkpoint.load_state_dict(self._works, state)
+        checkpoint.load_state_dict(self._local, state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Save to a file: versioned, checksummed, whole or not at all."""
-        checkpoint.dumps(self._works, path)
+        checkpoint.dumps(self._local, path)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Replace what the buffer holds by a saved file. Raises ``CheckpointError`` before anything changed."""
-        checkpoint.loads(self._works, path)
+        checkpoint.loads(self._local, path)
 
     def close(self) -> None:
         """In the process that made the buffer: close it for everybody. In one that attached: leave it.
@@ -504,8 +504,8 @@ class ReplayBuffer:
         Its memory is given back once no call of another thread is inside; `stats` keeps answering with the last
         figures.
         """
-        if not self._works.closed:
-            self._works.close()
+        if not self._local.closed:
+            self._local.close()
             release(self)
 
     def __enter__(self) -> Self:
@@ -517,14 +517,14 @@ class ReplayBuffer:
     # ------------------------------------------------------------------ inside
     def _batch_size(self, n: int | None) -> int:
         if n is None:
-            n = self._works.rules.batch_size
+            n = self._local.rules.batch_size
             if n is None:
                 raise InvalidArgument("no batch_size: give it to sample(), or to the buffer")
             return n
         return n if type(n) is int and 0 < n < rulebook.MOST_ITEMS else rulebook.check_batch_size(n)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.sampleable_size}/{self.capacity} items, {self._works.rules.sampler!r})"
+        return f"{type(self).__name__}({self.sampleable_size}/{self.capacity} items, {self._local.rules.sampler!r})"
 
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)

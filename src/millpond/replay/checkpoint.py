@@ -19,23 +19,23 @@ from millpond.core.errors import NotShareable
 from millpond.flow.limiter import pressure
 from millpond.replay import container
 from millpond.replay import state as words
+from millpond.replay.batch import SampledBatch
+from millpond.replay.config import spell
 from millpond.replay.container import VERSION, Column
-from millpond.replay.drawing import State
 from millpond.replay.engine import Engine, find
-from millpond.replay.rules import spell
-from millpond.replay.samplers import ConsumingSampler
+from millpond.replay.local import LocalReplay
+from millpond.replay.samplers.protocol import State
+from millpond.replay.samplers.uniform import ConsumingSampler
 from millpond.replay.slots import Queue, Ring
 from millpond.replay.soundness import KEPT, MADE_ANEW, Sound, checked
 from millpond.replay.storage import MappedStorage, TensorStorage
-from millpond.replay.taken import Taken
-from millpond.replay.works import Works
 
 
 @contextlib.contextmanager
-def frozen(works: Works) -> Iterator[dict[str, Any]]:
+def frozen(local: LocalReplay) -> Iterator[dict[str, Any]]:
     """Everything that a buffer needs to go on, with a `Column` for what is large. Nothing changes inside the block."""
-    engine = works.engine
-    schema = works.known()
+    engine = local.engine
+    schema = local.known()
     names = [*engine.slots.memory(), *engine.sampler.memory(engine.capacity)]
     try:
         state = engine.load()
@@ -57,7 +57,7 @@ def frozen(works: Works) -> Iterator[dict[str, Any]]:
             ),
             "arrays": {name: _array(engine, name) for name in names if not name.startswith(MADE_ANEW)},
             "generator": engine.random.torch.get_state(),
-            "ahead": [_spell_taken(taken) for taken in works.ahead],
+            "ahead": [_spell_taken(taken) for taken in local.ahead],
         }
     finally:
         engine.control.mutex.unlock()
@@ -83,9 +83,9 @@ def _array(engine: Engine, name: str) -> Column:
     return Column(torch.uint8, (len(memory),), lambda at, n: memory[at : at + n])
 
 
-def state_dict(works: Works) -> dict[str, Any]:
+def state_dict(local: LocalReplay) -> dict[str, Any]:
     """The same as tensors: a copy, for one moment's sake."""
-    with frozen(works) as state:
+    with frozen(local) as state:
         copied: dict[str, Any] = whole(state)
     return copied
 
@@ -99,7 +99,7 @@ def whole(node: Any) -> Any:
     return {key: whole(value) for key, value in node.items()} if isinstance(node, dict) else node
 
 
-def load_state_dict(works: Works, saved: Any) -> None:
+def load_state_dict(local: LocalReplay, saved: Any) -> None:
     """Replace what the buffer holds by ``saved``, of tensors or of columns. Its limits, batch size and the like stay
     those of the running code.
 
@@ -107,16 +107,16 @@ def load_state_dict(works: Works, saved: Any) -> None:
         CheckpointError: another version, capacity, schema or sampler, or what no buffer can have been in. Nothing was
             changed.
     """
-    sound = checked(works.engine, works.known(), saved)
+    sound = checked(local.engine, local.known(), saved)
     if sound.schema is not None:
-        works.bind(sound.schema)
-    works.ahead.refund()
-    _put(works, sound, rows=True)
+        local.bind(sound.schema)
+    local.ahead.refund()
+    _put(local, sound, rows=True)
 
 
-def _put(works: Works, sound: Sound, *, rows: bool) -> None:
+def _put(local: LocalReplay, sound: Sound, *, rows: bool) -> None:
     """Put a state into a buffer whose schema is bound; ``rows``: not where they are in its storage already."""
-    engine = works.engine
+    engine = local.engine
     try:
         state = engine.load()
         engine.refuse_closed(state, "load_state_dict", 0)
@@ -145,7 +145,7 @@ def _put(works: Works, sound: Sound, *, rows: bool) -> None:
         engine.control.mutex.unlock()
     engine.random.torch.set_state(sound.generator)
     if sound.ahead:
-        works.ahead.restore(sound.ahead)
+        local.ahead.restore(sound.ahead)
 
 
 def _put_rows(engine: Engine, sound: Sound) -> None:
@@ -158,7 +158,7 @@ def _put_rows(engine: Engine, sound: Sound) -> None:
             engine.rows.write_at(slots, rows)
 
 
-def _spell_taken(taken: Taken) -> dict[str, Any]:
+def _spell_taken(taken: SampledBatch) -> dict[str, Any]:
     return {
         "rows": taken.rows.view(torch.uint8).clone(),  # the batch itself goes to whoever samples next
         "slots": torch.from_numpy(taken.slots.copy()),
@@ -169,28 +169,28 @@ def _spell_taken(taken: Taken) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- files
-def dumps(works: Works, path: str | os.PathLike[str]) -> None:
+def dumps(local: LocalReplay, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint: whole, or not at all. Raises ``OSError`` where the disk does not take it."""
     with container.replacing(path) as file:
-        write(works, file)
+        write(local, file)
 
 
-def write(works: Works, file: BinaryIO) -> None:
+def write(local: LocalReplay, file: BinaryIO) -> None:
     """The same into a file that is open. The buffer is locked until the bytes are written, not until a disk has
     them."""
-    with frozen(works) as state:
+    with frozen(local) as state:
         container.write(file, state)
 
 
-def loads(works: Works, path: str | os.PathLike[str]) -> None:
+def loads(local: LocalReplay, path: str | os.PathLike[str]) -> None:
     """Read a checkpoint into a buffer. Raises ``CheckpointError``, naming what is wrong, before anything was
     changed."""
     with container.opened(path) as saved:
-        load_state_dict(works, saved)
+        load_state_dict(local, saved)
 
 
 # ---------------------------------------------------------------------- sharing
-def moved_to_shared(old: Works) -> Works:
+def moved_to_shared(old: LocalReplay) -> LocalReplay:
     """The same in shared memory, with all that it holds. No other thread may use it meanwhile. Whatever is raised, the
     old works stay as they are."""
     engine = old.engine
@@ -201,7 +201,7 @@ def moved_to_shared(old: Works) -> Works:
     own, new, moved = old.rules.storage, None, Moved(engine.storage)
     storage = MappedStorage(engine.capacity) if own is None else own
     try:
-        new = Works.made(old.rules, storage, engine.random.torch, shared=True)
+        new = LocalReplay.made(old.rules, storage, engine.random.torch, shared=True)
         schema = old.known()
         if schema is not None:
             new.bind(schema)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from millpond.core.errors import CheckpointError, InvalidArgument
-from millpond.replay.drawing import Ints
+from millpond.replay.samplers.protocol import Ints
 
 MAGIC = b"MILLPOND"
 # What reading numbers that mean nothing may raise, before anybody has said so in words.

@@ -1,6 +1,6 @@
 """One buffer in one process: its state under the lock, and whether a write or a sample may proceed.
 
-`Writer` and `Taker` are the two protocols around it: how items come in, and how they go out.
+`Writer` and `Reader` are the two protocols around it: how items come in, and how they go out.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from millpond.core.errors import BufferClosed, DeadlineExceeded, Unsatisfiable
 from millpond.core.schema import Schema
 from millpond.flow.limiter import Block, Counts, Flow, insert_block, pressure, sample_block, unsatisfiable
-from millpond.replay.annealing import Values
-from millpond.replay.drawing import Generator, Sampler, State
+from millpond.replay.config import KNOWN, layers
+from millpond.replay.kernels.binding import FastPath, NoFastPath, fast_path_for
 from millpond.replay.memory import Memory
 from millpond.replay.order import NAME, Order
-from millpond.replay.prioritized import PrioritizedSampler
 from millpond.replay.rows import Rows
-from millpond.replay.rules import KNOWN, layers
-from millpond.replay.samplers import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
-from millpond.replay.shortcut import NoShortcut, Shortcut, shortcut_for
-from millpond.replay.slices import SliceSampler
+from millpond.replay.samplers.prioritized import PrioritizedSampler
+from millpond.replay.samplers.protocol import Generator, Sampler, State
+from millpond.replay.samplers.schedules import Values
+from millpond.replay.samplers.slices import SliceSampler
+from millpond.replay.samplers.uniform import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
 from millpond.replay.slots import Pool, Queue, Ring
 from millpond.replay.state import (
     BOUND,
@@ -91,7 +91,7 @@ class Engine:
         self.priorities = find(PrioritizedSampler, sampler)
         self.slots = choose_slots(self.capacity, sampler, deliveries)
         self.rows: Rows | None = None
-        self.shortcut: Shortcut = NoShortcut()
+        self.fast_path: FastPath = NoFastPath()
         self.find_rows: Callable[[], bool] = lambda: False  # another process may have bound the schema
         self.recover_rows: Callable[[], None] | None = None
         self.memory = make_memory({**self.slots.memory(), **sampler.memory(self.capacity)}, self._recover)
@@ -180,7 +180,7 @@ class Engine:
         self.rows = Rows(self.storage, schema)
         self.order = self.order_of(schema)
         self._longest = self.capacity if self.order is None else self.order.longest
-        self.shortcut = shortcut_for(self)
+        self.fast_path = fast_path_for(self)
         if self.bound():
             return
         try:
@@ -483,7 +483,7 @@ class Engine:
     def let_go(self, *, storage: bool = True) -> None:
         """Nobody new comes: break the rings of references, so that the memory goes as soon as the last call has
         left. The rows too, unless another engine goes on with this ``storage``."""
-        self.find_rows, self.recover_rows, self.shortcut = lambda: False, None, NoShortcut()
+        self.find_rows, self.recover_rows, self.fast_path = lambda: False, None, NoFastPath()
         self.control.recover = None
         if self.priorities is not None and self.priorities.change_locked == self.reweigh:
             self.priorities.change_locked = None

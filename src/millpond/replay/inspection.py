@@ -21,19 +21,19 @@ from millpond.core.errors import CheckpointError, InvalidArgument, NotShareable
 from millpond.core.schema import Key, Schema
 from millpond.replay import container
 from millpond.replay import state as words
+from millpond.replay.config import BufferConfig
 from millpond.replay.container import Column
-from millpond.replay.drawing import Bools, Ints, State
 from millpond.replay.engine import Engine
 from millpond.replay.memory import Memory, read_rules
 from millpond.replay.order import DONE, TERMINATED, TRUNCATED, Episodes
 from millpond.replay.rows import Rows
-from millpond.replay.rules import Rules
-from millpond.replay.samplers import RandomSampler
+from millpond.replay.samplers.protocol import Bools, Ints, State
+from millpond.replay.samplers.uniform import RandomSampler
+from millpond.replay.stats import counted, figures
 from millpond.replay.storage import SeenStorage
-from millpond.replay.summary import counted, figures
 from millpond.shm import identity
 from millpond.shm.directory import PREFIX, is_temporary, shared_root
-from millpond.shm.onlooker import Onlooker
+from millpond.shm.observer import Observer
 from millpond.shm.ownership import Owner, lives
 
 Report = dict[str, Any]
@@ -84,7 +84,7 @@ class _Look:
         self._spelled = spelled
         self._knows = {"sampler": spelled["sampler"] is not None, "storage": not spelled["own_storage"]}
         sampler = None if self._knows["sampler"] else RandomSampler()
-        rules = Rules.from_json({**spelled, "own_storage": False}, sampler, path)
+        rules = BufferConfig.from_json({**spelled, "own_storage": False}, sampler, path)
         self._engine = Engine(
             SeenStorage(rules.capacity, path),
             rules.sampler,
@@ -95,7 +95,7 @@ class _Look:
         )
         self._rules = rules
         control: Any = self._engine.control
-        self._control: Onlooker = control
+        self._control: Observer = control
         self._owner = Owner.read(path)
         self._state = self._settled()
         self._schema: Schema | None = None

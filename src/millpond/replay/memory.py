@@ -39,7 +39,7 @@ from millpond.shm import identity, mapped
 from millpond.shm.control import ControlBlock, Recover
 from millpond.shm.directory import is_temporary
 from millpond.shm.holding import describe, still_held
-from millpond.shm.onlooker import Onlooker
+from millpond.shm.observer import Observer
 from millpond.shm.ownership import Owner, hold, let_go, lives, replace_text
 
 EVENTS = 2
@@ -158,13 +158,13 @@ class Memory:
     @classmethod
     def observe(cls, sizes: Mapping[str, int], path: Path) -> Memory:
         """To look at files that somebody made, whoever uses them or died over them. Nothing in them can be changed,
-        and their lock is never taken: `control` is an `Onlooker`, which has none.
+        and their lock is never taken: `control` is an `Observer`, which has none.
 
         Raises:
             NotShareable: there is no such buffer at ``path``.
         """
         memory = cls(sizes, path)
-        memory.control = Onlooker(path / "control", words=WORDS, events=EVENTS)  # type: ignore[assignment]
+        memory.control = Observer(path / "control", words=WORDS, events=EVENTS)  # type: ignore[assignment]
         memory._arrays = mapped.look_at(path / "arrays")
         return memory
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from millpond.core.errors import InvalidArgument, InvalidType, SchemaMismatch
 from millpond.core.schema import Key, Schema
-from millpond.replay.drawing import Ints, Items, State
-from millpond.replay.sequences import SequenceIndex
+from millpond.replay.samplers.episode_index import EpisodeIndex
+from millpond.replay.samplers.protocol import Ints, Items, State
 from millpond.replay.state import EMPTIED, HEAD
 
 EPISODE, STEP, DONE = ("episode_id",), ("step",), ("next", "done")
@@ -176,7 +176,7 @@ class Episodes:
 
     def __init__(self, key: Key = EPISODE, notes: Ints | None = None, *, num_envs: int = 1) -> None:
         self.key, self._notes, self._num_envs = key, notes, num_envs
-        self._index: SequenceIndex | None = None
+        self._index: EpisodeIndex | None = None
         self._seen = self._emptied = self._edits = 0
         self.lock = threading.RLock()
         _all.add(self)
@@ -186,13 +186,13 @@ class Episodes:
         """With what the writers note in the shared array."""
         return cls(key, np.frombuffer(arrays(NAME), np.int64))
 
-    def look(self, items: Items) -> SequenceIndex:
+    def look(self, items: Items) -> EpisodeIndex:
         """The index over all items of this moment."""
         state, capacity, notes = items.state, items.capacity, self._notes
         edits = 0 if notes is None else int(notes[capacity + EDITS])
         if self._index is None or state[EMPTIED] != self._emptied or edits != self._edits:
             num_envs = self._num_envs if notes is None else max(1, int(notes[capacity + ENVS]))
-            self._index = SequenceIndex(capacity, num_envs=num_envs, any_order=items.distinct)
+            self._index = EpisodeIndex(capacity, num_envs=num_envs, any_order=items.distinct)
             self._seen, self._emptied, self._edits = 0, state[EMPTIED], edits
         if state[HEAD] > self._seen:
             slots, numbers = items.since(self._seen)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from millpond.core.schema import FEW, Key, Schema
-from millpond.replay import kernels
-from millpond.replay.drawing import Ints
+from millpond.replay.kernels import loading as kernels
+from millpond.replay.samplers.protocol import Ints
 from millpond.replay.storage import Storage
 from millpond.shm import mapped
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millpond.replay.drawing import Bools, Ints, State
+from millpond.replay.samplers.protocol import Bools, Ints, State
 from millpond.replay.state import CONSUMED, HEAD, LIVE, OVERWRITTEN, REDO, STORED, TAIL, WRITES
 
 CHUNK = 256

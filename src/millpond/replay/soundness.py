@@ -18,19 +18,19 @@ from millpond.core.errors import BufferClosed, CheckpointError
 from millpond.core.schema import Key, Schema
 from millpond.replay import container
 from millpond.replay import state as words
-from millpond.replay.annealing import number
+from millpond.replay.batch import SampledBatch
+from millpond.replay.config import DRAWN, spell
 from millpond.replay.container import VERSION, Column
-from millpond.replay.drawing import Ints
 from millpond.replay.engine import Engine, find
 from millpond.replay.order import NAME as ORDER
 from millpond.replay.order import REWARD
-from millpond.replay.prioritized import PrioritizedSampler
-from millpond.replay.rules import DRAWN, spell
-from millpond.replay.samplers import SamplerWithoutReplacement
-from millpond.replay.slices import SliceSampler
+from millpond.replay.samplers.episodes import HindsightSampler, NStep
+from millpond.replay.samplers.prioritized import PrioritizedSampler
+from millpond.replay.samplers.protocol import Ints
+from millpond.replay.samplers.schedules import number
+from millpond.replay.samplers.slices import SliceSampler
+from millpond.replay.samplers.uniform import SamplerWithoutReplacement
 from millpond.replay.slots import Pool, Queue
-from millpond.replay.taken import Taken
-from millpond.replay.windows import HindsightSampler, NStep
 
 KEPT = {  # of the running buffer, whatever a checkpoint says
     words.CLOSED,
@@ -60,7 +60,7 @@ class Sound(NamedTuple):
     rows: Column
     arrays: dict[str, Column]
     generator: torch.Tensor
-    ahead: list[Taken]
+    ahead: list[SampledBatch]
     priorities: dict[str, Any]  # the arguments of the prioritized sampler that it was made with, if any
 
 
@@ -302,7 +302,7 @@ class _Check:
         sampler.check_saved(settings, config, highest)
 
     # ------------------------------------------------------------------ batches drawn ahead
-    def _ahead(self, schema: Schema | None) -> list[Taken]:
+    def _ahead(self, schema: Schema | None) -> list[SampledBatch]:
         found = [self._taken(schema, spelled) for spelled in self.saved["ahead"]]
         if found and schema is None:
             raise CheckpointError("batches drawn ahead of a buffer into which nothing was written")
@@ -322,7 +322,7 @@ class _Check:
             )
         return found
 
-    def _taken(self, schema: Schema | None, spelled: Any) -> Taken:
+    def _taken(self, schema: Schema | None, spelled: Any) -> SampledBatch:
         rows, slots, numbers = (Column.of(spelled[name]).whole() for name in ("rows", "slots", "numbers"))
         extra: dict[Key, torch.Tensor] = {}
         for key, held in spelled["extra"].items():
@@ -337,9 +337,9 @@ class _Check:
             raise CheckpointError(f"a batch of {n} items drawn ahead for {asked!r:.40}")
         _in_range(slots.numpy(), self.capacity, "slots of a batch drawn ahead")
         _in_range(numbers.numpy(), self.state["head"], "numbers of a batch drawn ahead")
-        return Taken(rows, slots.numpy(), numbers.numpy(), extra, 0, asked=asked)
+        return SampledBatch(rows, slots.numpy(), numbers.numpy(), extra, 0, asked=asked)
 
-    def _extra(self, schema: Schema | None, taken: Taken) -> None:
+    def _extra(self, schema: Schema | None, taken: SampledBatch) -> None:
         """What the samplers add to a batch, and no more."""
         assert schema is not None
         needed = self._needed(schema)

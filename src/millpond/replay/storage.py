@@ -18,7 +18,7 @@ from millpond.core.errors import InvalidArgument, InvalidType, OutOfMemory
 from millpond.core.fixed import Fixed
 from millpond.core.schema import Schema
 from millpond.shm import mapped
-from millpond.shm.room import readable
+from millpond.shm.free_memory import readable
 
 
 @runtime_checkable
@@ -166,7 +166,7 @@ class MappedStorage(TensorStorage):
 
 
 class SeenStorage(TensorStorage):
-    """The rows of a `MappedStorage` as an onlooker sees them: it can read, and change nothing. ``path`` is the
+    """The rows of a `MappedStorage` as an observer sees them: it can read, and change nothing. ``path`` is the
     buffer's directory."""
 
     def __init__(self, capacity: int, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from millpond.core.schema import Key, Schema
-from millpond.replay.drawing import Bools, Ints, State
+from millpond.replay.samplers.protocol import Bools, Ints, State
 from millpond.replay.slots import Pool, Ring
 from millpond.replay.state import LIVE
 

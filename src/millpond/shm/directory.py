@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 from millpond.core.errors import InvalidArgument
-from millpond.shm.ownership import Owner, hold, let_go
-from millpond.shm.room import no_room
+from millpond.shm import identity
+from millpond.shm.free_memory import no_room
+from millpond.shm.ownership import Owner, hold, let_go, lives
 
 PREFIX = "millpond-"
 VARIABLE = "MILLPOND_SHM"
@@ -57,7 +58,7 @@ def make_directory(kind: str) -> Path:
     """
     if not _KIND.fullmatch(kind):
         raise InvalidArgument(f"kind {kind!r} must be a lower-case word of letters, digits and underscores")
-    from millpond.shm.reaper import reap  # which is built on this module
+    from millpond.shm.directory import reap  # which is built on this module
 
     owner, root = Owner.me(), shared_root()
     with contextlib.suppress(OSError):  # it will be tried again
@@ -106,3 +107,46 @@ def remove_directory(path: str | os.PathLike[str]) -> bool:
     with contextlib.suppress(FileNotFoundError):  # another one may reap it at the same time
         shutil.rmtree(going)
     return True
+
+
+_NAME = re.compile(rf"{PREFIX}(?P<pid>\d+)-[a-z0-9_]+-[0-9a-f]+(?P<rest>\..*)?")
+_MAKING = re.compile(r"\.making-(?P<started>\d+)-(?P<namespace>\d+)")
+
+
+def leftovers(root: str | os.PathLike[str] | None = None) -> list[Path]:
+    """The shared directories under ``root`` (``shared_root()``) of this user whose owner has ended. Removes nothing."""
+    root = shared_root() if root is None else Path(root)
+    found = []
+    with os.scandir(root) as entries:
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match and _mine(entry) and _abandoned(Path(entry.path), int(match["pid"]), match["rest"] or ""):
+                found.append(Path(entry.path))
+    return sorted(found)
+
+
+def reap(root: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Remove them. Returns those that this call removed; several reapers at once share the work.
+
+    A directory whose owner lives is never touched, in whichever container that runs: see `ownership`.
+    """
+    return [path for path in leftovers(root) if remove_directory(path)]
+
+
+def _mine(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False  # gone since it was listed
+
+
+def _abandoned(path: Path, pid: int, rest: str) -> bool:
+    if rest.startswith(".removing-"):
+        return True  # whoever wanted it removed was killed half-way
+    making = _MAKING.fullmatch(rest)
+    if rest and not making:
+        return False
+    alive = lives(path)
+    if alive is None and making:  # killed, or still at work, before it had its lock
+        return int(making["namespace"]) == identity.pid_namespace() and identity.start_time(pid) == 0
+    return alive is False

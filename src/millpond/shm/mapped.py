@@ -12,9 +12,9 @@ from pathlib import Path
 
 from millpond.core.errors import InvalidArgument, NotShareable, OutOfDisk, OutOfMemory
 from millpond.shm.directory import make_directory, remove_directory, shared_root
+from millpond.shm.free_memory import available_memory, free_bytes, no_room, readable
 from millpond.shm.identity import alive, start_time, thread_alive
 from millpond.shm.record import PrivateMemory
-from millpond.shm.room import available_memory, free_bytes, no_room, readable
 
 __all__ = [
     "PrivateMemory",

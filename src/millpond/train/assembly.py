@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from millpond.collect import Collector, FrameBudget, MultiCollector
-from millpond.collect.rows import transition_fields
+from millpond.collect.rollout_storage import transition_fields
 from millpond.core.errors import OutOfMemory
 from millpond.core.roles import Algorithm
 from millpond.core.schema import Schema

@@ -18,7 +18,7 @@ from typing import Any
 
 _STARTED_BY = "MILLPOND_STARTS_FORK_SERVER"
 _FROM_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-_PRELOAD = [__name__, "millpond.train.evaluator", "millpond.collect.workers"]
+_PRELOAD = [__name__, "millpond.train.evaluator", "millpond.collect.worker"]
 
 
 def start() -> ForkServerContext:

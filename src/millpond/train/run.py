@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from millpond.core.errors import OutOfDisk
-from millpond.shm.room import readable
+from millpond.shm.free_memory import readable
 from millpond.train import fork_server, machine
 from millpond.train.assembly import Parts
 from millpond.train.checkpoint import read_parts

@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 from millpond.core.errors import PeerLost
-from millpond.remote.line import COLLECT, Answer, Line, Slot
+from millpond.remote.connection import COLLECT, Answer, Connection, Slot
 from millpond.remote.messages import Message, decode, direct_nbytes, encode
 from millpond.remote.transports.nccl import CLIENT, Direct, Introduction
 
@@ -25,7 +25,7 @@ class NetworkWire:
     ``direct``: a GPU to which NCCL brings what lies on the owner's; then one exchange at a time.
     """
 
-    def __init__(self, line: Line, timeout: float, *, direct: str | None = None) -> None:
+    def __init__(self, line: Connection, timeout: float, *, direct: str | None = None) -> None:
         self.transport = "gloo" if direct is None else "nccl"
         self._line, self._timeout, self._wanted = line, timeout, direct
         self._turn = threading.Lock()
@@ -33,7 +33,7 @@ class NetworkWire:
         self._direct = None if direct is None else self._met(direct)
 
     def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
-        """The answer, and whether it was already said that the parked answer is there.
+        """The answer, and whether it was already said that the pending answer is there.
 
         Raises:
             ConnectionError: it is not known whether the request arrived: repeat it, or find the line ended.

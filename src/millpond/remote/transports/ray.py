@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from millpond.remote.cluster import DATA, ray
-from millpond.remote.line import Line, Slot
+from millpond.remote.connection import Connection, Slot
 from millpond.remote.messages import Message, decode, encode
 
 Bytes = NDArray[np.uint8]
@@ -42,13 +42,13 @@ class RayWire:
 
     transport = "ray"
 
-    def __init__(self, actor: Any, line: Line) -> None:
+    def __init__(self, actor: Any, line: Connection) -> None:
         self._ray = ray()
         self._call = actor.exchange.options(concurrency_group=DATA)
         self._line = line
 
     def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]:
-        """The answer. The second part is for wires on which a parked answer may be told of before.
+        """The answer. The second part is for wires on which a pending answer may be told of before.
 
         Raises ``ConnectionError`` where it is not known whether the request arrived: repeat it, or find the line ended.
         """

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from millpond.core.errors import NotShareable
-from millpond.remote.owner import Owner
+from millpond.remote.address import OwnerAddress
 from millpond.replay.buffer import ReplayBuffer
 from millpond.shm import identity
 from millpond.shm.ownership import Owner as Mark
 
 
-def why_not(owner: Owner, host: str) -> str | None:
+def why_not(owner: OwnerAddress, host: str) -> str | None:
     """None where this process is on the owner's host, which it proves by reading what the owner left there.
 
     The mark holds boot, pid namespace, process and start time; its folder's name holds a random number. So no other
@@ -33,13 +33,13 @@ def why_not(owner: Owner, host: str) -> str | None:
     return None
 
 
-def left(owner: Owner) -> bool:
+def left(owner: OwnerAddress) -> bool:
     """Is this process where the owner was, and nothing of it there any more?"""
     here = (identity.boot_id(), identity.pid_namespace())
     return owner.handle is not None and owner.machine == here and Mark.read(Path(owner.handle.path)) is None
 
 
-def attach(owner: Owner) -> ReplayBuffer:
+def attach(owner: OwnerAddress) -> ReplayBuffer:
     """The owner's buffer in this process. Raises ``PeerLost`` or ``NotShareable`` where it is gone or not reachable."""
     if owner.handle is None:
         raise NotShareable("the buffer does not lie in shared memory")

@@ -1,0 +1,1 @@
+"""The usual calls, compiled by Numba. Each has a twin in plain Python, which defines it."""

@@ -1,0 +1,1 @@
+"""Which items a sample returns: the protocol, and the samplers that come with it."""

@@ -255,10 +255,10 @@ def test_writes_that_wait_are_held_within_a_budget(child, client):
     with pytest.raises(OutOfMemory, match=f"writes of {300 * SCHEMA.row_nbytes} bytes wait at the owner"):
         made.extend(batch(100))
     for _ in range(3):
-        made.sample(100)
+        made.sample(100, wait=True, timeout=20)  # the next of the writers comes in its own time
     for thread in writing:
         thread.join(20)
-    made.sample(100)
+    made.sample(100, wait=True, timeout=20)
     made.extend(batch(100))  # what they held was given back
     assert made.write_count == 500
 

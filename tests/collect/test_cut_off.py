@@ -18,7 +18,7 @@ from tests.alike import usually
 from tests.replay.interrupts import Interrupt, interrupted
 
 FRAMES = 6
-WHERE = [f"collect/{name}.py" for name in ("collector", "lane", "budget", "rollout", "policies")]
+WHERE = [f"collect/{name}.py" for name in ("collector", "batch_writer", "budget", "rollout", "policies")]
 
 
 def check(batch: Any) -> None:
@@ -115,7 +115,7 @@ def test_an_environment_that_raised_begins_anew() -> None:
     check(found)
 
 
-PARTS = [f"collect/{name}.py" for name in ("team", "harvest", "supervisor", "budget")]
+PARTS = [f"collect/{name}.py" for name in ("parallel", "delivery", "supervisor", "budget")]
 
 
 @pytest.mark.parametrize("how", usually(["ahead", "rounds", "rounds into replay"], "ahead"))

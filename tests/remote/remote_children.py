@@ -188,17 +188,17 @@ def die_within(state: dict[str, Any], instant: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if instant != "before the answer's payload":
-        send, most = line.Line._send, 0 if instant == "before the payload" else 99_999
+        send, most = line.Connection._send, 0 if instant == "before the payload" else 99_999
 
-        def some(ends: line.Line, parts: list[memoryview]) -> int:
+        def some(ends: line.Connection, parts: list[memoryview]) -> int:
             if len(parts) == 1:
                 return send(ends, parts)
             ends._socket.sendmsg([parts[0], parts[1][:most]])
             return int(die())
 
-        line.Line._send = some  # type: ignore[method-assign]
+        line.Connection._send = some  # type: ignore[method-assign]
     else:
-        line.Line._heard = die  # type: ignore[method-assign]
+        line.Connection._heard = die  # type: ignore[method-assign]
         client.sample()
     client.extend(items)
 

@@ -488,7 +488,7 @@ def listeners(pid: int) -> list[Any]:
 
 
 def open_deaf(state: dict[str, Any], asked: Any) -> None:
-    state["service"] = children.Service(asked, node=children.HERE, cluster="")
+    state["service"] = children.Server(asked, node=children.HERE, cluster="")
 
 
 def begin_to_listen(state: dict[str, Any]) -> Any:

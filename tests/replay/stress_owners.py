@@ -56,6 +56,10 @@ def own(pipe: Any, mode: str, path: Path | None, job: Job) -> None:
     try:
         if path is not None and path.exists():
             rb = ReplayBuffer.attach(path)
+            while not rb._local.engine.memory.mine:  # a user was faster, and is about to close it
+                rb.close()
+                time.sleep(0.01)
+                rb = ReplayBuffer.attach(path)
         else:
             rb = buffer_for(mode, path)
         pipe.send(rb.handle() if path is None else path)

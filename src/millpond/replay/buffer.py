@@ -25,7 +25,7 @@ from millpond.replay import config as rulebook
 from millpond.replay.batch import SampledBatch
 from millpond.replay.config import BufferConfig
 from millpond.replay.local import LocalReplay
-from millpond.replay.memory import read_rules
+from millpond.replay.memory import opening, read_rules
 from millpond.replay.ownership import claim, release
 from millpond.replay.samplers.protocol import Sampler
 from millpond.replay.samplers.uniform import RandomSampler
@@ -474,7 +474,14 @@ class ReplayBuffer:
             path = Path(handle_or_path).absolute()
             rules = BufferConfig.from_json(read_rules(path), sampler, path)
         self = cls.__new__(cls)
-        self._local = LocalReplay.attached(rules, path)
+        with opening(path):
+            self._local = LocalReplay.attached(rules, path)
+            if self._local.engine.memory.mine:  # taken over: what the files say was not looked at by its owner
+                try:
+                    checkpoint.refuse_damaged(self._local)
+                except BaseException:
+                    self._local.give_up()
+                    raise
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

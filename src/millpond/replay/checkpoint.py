@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from millpond.core.errors import NotShareable
+from millpond.core.errors import CheckpointError, NotShareable
 from millpond.flow.limiter import pressure
 from millpond.replay import container
 from millpond.replay import state as words
@@ -187,6 +187,19 @@ def loads(local: LocalReplay, path: str | os.PathLike[str]) -> None:
     changed."""
     with container.opened(path) as saved:
         load_state_dict(local, saved)
+
+
+def refuse_damaged(local: LocalReplay) -> None:
+    """Of a buffer on disk that was taken over: what its files say is used without another look.
+
+    Raises:
+        NotShareable: no buffer can have been in this state. What is in the rows themselves is not looked at.
+    """
+    try:
+        with frozen(local) as saved:
+            checked(local.engine, local.known(), saved)
+    except CheckpointError as problem:
+        raise NotShareable(f"{local.engine.memory.path} is damaged: {problem}") from problem
 
 
 # ---------------------------------------------------------------------- sharing

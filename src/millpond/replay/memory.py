@@ -284,6 +284,17 @@ class Memory:
             give_up(self.path)
 
 
+@contextlib.contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Raises ``NotShareable`` where something else is in the place of a file, or a file or its lock cannot be used."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise  # what ran out, such as descriptors, may be there again
+        raise NotShareable(f"{path} holds no buffer that can be opened: {problem}") from problem
+
+
 def give_up(path: Path) -> None:
     """What `Memory.remove` does, for whoever must not hold the memory itself."""
     if is_temporary(path):

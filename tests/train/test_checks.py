@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from millpond.train.checks import Facts, failed, run_checks
+from millpond.train.checks import Facts, Ratio, failed, run_checks
 from millpond.train.exploring import Explored
+from millpond.train.stored import Stored
 
 GOOD = Facts(
     total_frames=1000,
@@ -18,7 +19,13 @@ GOOD = Facts(
     learnable_frames=900,
     batch_size=64,
     explored=Explored(rows=100, differing=99, expected=99.5),
-    batch_sizes_seen={64: 900},
+    batch_shapes_seen={(64,): 900},
+    learned=225 * 64,
+    ratio=Ratio(
+        samples_per_insert=16.035, learning_starts=100, most_samples_per_insert=16.035, least_learning_starts=100
+    ),
+    stored=Stored(frames=1000, distinct=1000),
+    payload_bytes_through_ray=0,
 )
 
 
@@ -38,7 +45,12 @@ def test_a_good_run_passes_and_says_by_which_numbers():
         ({"not_finite": {"loss/q": 400}}, "metrics_finite"),
         ({"published_version": 899}, "weights_published"),
         ({"newest_version": 0}, "policy_reached_replay"),
-        ({"batch_sizes_seen": {64: 899, 63: 1}}, "batch_shape"),
+        ({"batch_shapes_seen": {(64,): 899, (63,): 1}}, "batch_shape"),
+        ({"learned": 226 * 64}, "update_ratio"),
+        ({"learned": 224 * 64}, "update_ratio"),
+        ({"stored": Stored(frames=1000, distinct=999)}, "frames_distinct"),
+        ({"stored": Stored(unfit=("action is missing",))}, "field_shapes"),
+        ({"payload_bytes_through_ray": 4096}, "payload_beside_ray"),
         ({"explored": Explored(rows=100, differing=0, expected=89.0)}, "policy_explores"),
         ({"explored": Explored(rows=2000, differing=0, expected=50.0)}, "policy_explores"),
         ({"explored": Explored(rows=2000, differing=1000, expected=1900.0)}, "policy_explores"),
@@ -54,6 +66,6 @@ def test_a_run_too_short_for_a_new_policy_to_act_is_not_blamed_for_it():
 
 
 def test_a_run_that_was_stopped_need_not_have_reached_its_target_but_must_have_counted_right():
-    stopped = replace(GOOD, complete=False, collected_frames=10, written_frames=10, optimizer_steps=0)
+    stopped = replace(GOOD, complete=False, collected_frames=10, written_frames=10, optimizer_steps=0, learned=0)
     assert failed(run_checks(replace(stopped, published_version=0, newest_version=0))) == []
     assert failed(run_checks(replace(GOOD, complete=False, written_frames=999))) != []

@@ -61,7 +61,7 @@ def test_what_batches_tell_of_the_collectors():
     assert row["replay/action_absmax"] == 2.0
     assert row["replay/action_saturation"] == 0.5
     assert meter.newest_version == 30
-    assert meter.batch_sizes == {2: 1}
+    assert meter.batch_shapes == {(2,): 1}
 
 
 def test_a_choice_has_no_bounds_to_saturate():

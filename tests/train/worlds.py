@@ -35,9 +35,10 @@ class Corridor(gymnasium.Env[Any, Any]):
         where: str = "",
         length: int = 10,
         discrete: bool = False,
+        choices: int = 2,
     ) -> None:
         self.observation_space = spaces.Box(-1, 1, (3,), np.float32)
-        self.action_space = spaces.Discrete(2) if discrete else spaces.Box(-1, 1, (1,), np.float32)
+        self.action_space = spaces.Discrete(choices) if discrete else spaces.Box(-1, 1, (1,), np.float32)
         self.fault, self.while_there, self.fault_at, self.where = fault, Path(while_there), at, where
         self.for_steps, self.length, self.at, self.steps = for_steps, length, 0, 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from millpond.train.exploring import Explored
+from millpond.train.stored import Stored
 
 _RARE = 1e-9  # a check that judges by chance fails a good run less often than this
 
@@ -19,11 +21,34 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How many samples the settings allow: at most ``samples_per_insert`` for each frame after ``learning_starts``, and
+    when all is learned at least so many but less than a batch. Where a resumed run had others, the ``most_…`` and
+    ``least_…`` are the widest of them; ``lost`` is how many samples its ends may have drawn and not learned from.
+    """
+
+    samples_per_insert: float
+    learning_starts: int
+    most_samples_per_insert: float
+    least_learning_starts: int
+    lost: int = 0
+
+    def most(self, frames: int) -> Fraction:
+        return Fraction(self.most_samples_per_insert) * max(0, frames - self.least_learning_starts)
+
+    def least(self, frames: int, batch_size: int) -> Fraction:
+        """What is learned from, at the end, is more than this."""
+        allowed = Fraction(self.samples_per_insert) * max(0, frames - self.learning_starts)
+        return allowed - batch_size - self.lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What is known when a run ends. Frames are transitions; versions and steps count optimizer steps.
 
     ``newest_version`` is the highest policy version seen in replay, ``learnable_frames`` how many frames must carry a
-    newer version than 0 if all is well.
+    newer version than 0 if all is well. ``learned`` counts the items of all batches that were learned from.
+    ``payload_bytes_through_ray`` is None where no part of the run is on Ray.
     """
 
     total_frames: int
@@ -36,7 +61,11 @@ class Facts:
     batch_size: int
     explored: Explored = field(default_factory=Explored)
     complete: bool = True
-    batch_sizes_seen: Mapping[int, int] = field(default_factory=dict)
+    batch_shapes_seen: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    learned: int = 0
+    ratio: Ratio | None = None
+    stored: Stored = field(default_factory=Stored)
+    payload_bytes_through_ray: int | None = None
     not_finite: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -60,6 +89,16 @@ def run_checks(facts: Facts) -> dict[str, Check]:
         "policy_reached_replay": _policy_reached_replay(facts),
         "batch_shape": _batch_shape(facts),
         "policy_explores": _policy_explores(facts),
+        "update_ratio": _update_ratio(facts),
+        "frames_distinct": Check(
+            facts.stored.distinct == facts.stored.frames,
+            f"{facts.stored.distinct} different ones among the {facts.stored.frames} newest frames in replay",
+        ),
+        "field_shapes": Check(
+            not facts.stored.unfit,
+            "; ".join(facts.stored.unfit) or "the fields in replay are as the environment's spaces say",
+        ),
+        "payload_beside_ray": _payload_beside_ray(facts.payload_bytes_through_ray),
     }
     if not facts.complete:
         for name in ("frames_collected", "optimizer_ran", "policy_reached_replay", "policy_explores"):
@@ -88,11 +127,43 @@ def _policy_reached_replay(facts: Facts) -> Check:
 
 
 def _batch_shape(facts: Facts) -> Check:
-    wrong = {size: count for size, count in facts.batch_sizes_seen.items() if size != facts.batch_size}
-    if wrong:
-        return Check(False, f"replay.batch_size={facts.batch_size}, but there were batches of {sorted(wrong)} items")
-    count = facts.batch_sizes_seen.get(facts.batch_size, 0)
-    return Check(True, f"{count} sampled batches of {facts.batch_size} items")
+    right = (facts.batch_size,)
+    if wrong := sorted(set(facts.batch_shapes_seen) - {right}):
+        found = ", ".join(str(list(shape)) for shape in wrong)
+        return Check(False, f"batches should have the shape [{facts.batch_size}], but there were such of {found}")
+    return Check(True, f"{facts.batch_shapes_seen.get(right, 0)} sampled batches of the shape [{facts.batch_size}]")
+
+
+def _update_ratio(facts: Facts) -> Check:
+    """Of the updates themselves, not of what replay counts."""
+    if facts.ratio is None:
+        return Check(True, f"{facts.learned} samples learned from")
+    frames, most = facts.written_frames, facts.ratio.most(facts.written_frames)
+    least = facts.ratio.least(frames, facts.batch_size) if facts.complete else Fraction(-1)
+    detail = (
+        f"{facts.learned} samples learned from, for {frames} frames in replay of which the first"
+        f" {facts.ratio.learning_starts} owe none; {facts.ratio.samples_per_insert:g} for each allow {float(most):.12g}"
+    )
+    if facts.learned > most:
+        return Check(False, f"too many updates: {detail}")
+    if facts.learned <= least:
+        return Check(False, f"too few updates: {detail}, and ask for more than {float(least):.12g}")
+    return Check(True, detail)
+
+
+def _payload_beside_ray(nbytes: int | None) -> Check:
+    if nbytes is None:
+        return Check(True, "no part of this run is on Ray")
+    return Check(nbytes == 0, f"{nbytes} bytes of transitions went through Ray's object store")
+
+
+def clean_shutdown(left: Sequence[str] | None) -> Check:
+    """``left``: what is there after all parts were closed; None: other runs in this process make that unknowable."""
+    if left is None:
+        return Check(True, "not judged: another run went on in the same process")
+    if left:
+        return Check(False, f"left behind: {'; '.join(left)}")
+    return Check(True, "no process and no shared memory is left")
 
 
 def _policy_explores(facts: Facts) -> Check:

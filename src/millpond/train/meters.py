@@ -26,12 +26,15 @@ class UpdateMeter:
         self._counts: Counter[str] = Counter()  # of each: some come with some updates only
         self._count = 0
         self._batch: TensorDictBase | None = None
-        self.batch_sizes: Counter[int] = Counter()
+        self.batch_shapes: Counter[tuple[int, ...]] = Counter()
+        self.learned = 0
+        """Items in all batches, those of earlier parts of the run included."""
         self.newest_version = 0
 
     def saw(self, batch: TensorDictBase, metrics: Mapping[str, Tensor]) -> None:
         self._batch = batch
-        self.batch_sizes[int(batch.batch_size[0])] += 1
+        self.batch_shapes[tuple(batch.batch_size)] += 1
+        self.learned += batch.numel()
         self._count += 1
         for name, value in metrics.items():
             if value.ndim == 0:  # "td_error" is per item, for priorities
@@ -61,6 +64,7 @@ class UpdateMeter:
             "counts": dict(self._counts),
             "batch": looked_at,
             "newest_version": self.newest_version,
+            "learned": self.learned,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,7 +72,7 @@ class UpdateMeter:
         self._sums, self._count = dict(state["sums"]), int(state["count"])
         counts = state.get("counts", dict.fromkeys(self._sums, self._count))  # older checkpoints do not have them
         self._counts = Counter(counts)
-        self.newest_version = int(state["newest_version"])
+        self.newest_version, self.learned = int(state["newest_version"]), int(state["learned"])
         looked_at = state["batch"]
         self._batch = TensorDict(looked_at, batch_size=[len(looked_at["action"])]) if looked_at else None
 

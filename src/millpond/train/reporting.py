@@ -58,7 +58,8 @@ class Reporter:
         """Go on from what an earlier part of the run has told."""
         self.first_return, self.last_return = state["eval_return_first"], state["eval_return_last"]
         self._evaluator.skipped, self._evaluator.failed = state["evaluations_skipped"], state["evaluations_failed"]
-        self.meter.load_state_dict(meter)
+        drawn = self._parts.replay.stats()["samples_returned"]  # for checkpoints that do not say what was learned
+        self.meter.load_state_dict({"learned": drawn, **meter})
         self.begin(wall_s=state["wall_s"], restarts=state["restarts"])
 
     @property

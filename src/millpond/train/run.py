@@ -19,10 +19,11 @@ from millpond.shm.free_memory import readable
 from millpond.train import fork_server, machine
 from millpond.train.assembly import Parts
 from millpond.train.checkpoint import read_parts
-from millpond.train.checks import Check, failed, run_checks
+from millpond.train.checks import Check, clean_shutdown, failed, run_checks
 from millpond.train.compose import changed_settings, save_settings
 from millpond.train.evaluator import Evaluator
 from millpond.train.filming import allow_headless_rendering
+from millpond.train.leftovers import alone, left_behind, one_run, processes, segments
 from millpond.train.log import logging_to
 from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile
 from millpond.train.progress import Progress, make_progress
@@ -85,7 +86,8 @@ def train(
     check_loggers(settings.logger)
     allow_headless_rendering()
     fork_server.start()
-    with ExitStack() as closing, _torch_threads(settings.learner.threads):
+    with ExitStack() as closing, _torch_threads(settings.learner.threads), one_run() as me:
+        before = segments()
         parts, run, restored = _prepare(settings, closing)
         run, settings = run or _new_run(settings, closing), parts.settings
         outcome = Outcome(run, settings, command or machine.command_line())
@@ -93,7 +95,11 @@ def train(
             outcome.changes = [*restored.state["changes"], *_changes(run, settings, frames=parts.frames)]
         progress = progress or make_progress()
         loggers = _first_files(parts, run, progress, closing, after_frames=parts.frames if restored else None)
+        before |= processes()  # what a logger keeps beside itself ends with the program
         _run(outcome, parts, loggers, stop, progress, restored)
+        left = _close(parts)
+        if outcome.checks:
+            outcome.checks["clean_shutdown"] = clean_shutdown([*left, *left_behind(before)] if alone(me) else None)
         _finish(outcome)
     return outcome
 
@@ -214,10 +220,21 @@ def _run(
     outcome.summary = _summarize(outcome, parts, reporter)
 
 
+def _close(parts: Parts) -> list[str]:
+    """Close them; what kept that from being done, in words."""
+    try:
+        parts.close()
+    except Exception as error:
+        logger.exception("closing failed")
+        return [f"what was not closed: {type(error).__name__}: {error}"]
+    return []
+
+
 def _finish(outcome: Outcome) -> None:
     """Judge, write what remains, and say it in one line where it is not well."""
     summary, run = outcome.summary, outcome.run
     broken = failed(outcome.checks)
+    summary["checks"] = {name: asdict(check) for name, check in outcome.checks.items()}
     if broken:
         outcome.status = summary["status"] = "failed"
         summary["error_type"], summary["error"] = "RunFailed", "; ".join(broken)
@@ -255,7 +272,7 @@ def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dic
         "updates_per_s": round(steps / wall_s, 2) if wall_s else 0.0,
         "restarts": reporter.restarts if reporter else 0,
         "peak_rss_mb": round(reporter.memory.peak_mb, 1) if reporter else 0.0,
-        "checks": {name: asdict(check) for name, check in outcome.checks.items()},
+        "checks": {},
         "changes": outcome.changes,
         "command": outcome.command,
         "git_commit": machine.git_commit(),

@@ -13,13 +13,14 @@ from typing import Any
 from millpond.core.errors import Cancelled, DeadlineExceeded
 from millpond.learn.learner import Learner
 from millpond.train.assembly import Parts
-from millpond.train.checks import Facts
+from millpond.train.checks import Facts, Ratio
 from millpond.train.due import Every
 from millpond.train.evaluator import Evaluator, Task
 from millpond.train.exploring import Explorers
 from millpond.train.reporting import Reporter
 from millpond.train.run_state import Checkpoints, RunDirectory
 from millpond.train.saving import Saver
+from millpond.train.stored import look_at_stored
 from millpond.train.supervise import StopSignal
 
 _SLICE_S = 0.25  # how long a wait for a batch lasts before the rest of the run is looked at
@@ -240,7 +241,30 @@ class Trainer:
             learnable_frames=settings.total_frames - max(first, settings.collect.random_frames),
             batch_size=settings.replay.batch_size,
             explored=self._explorers.explored,
-            complete=self.complete,
-            batch_sizes_seen=dict(meter.batch_sizes),
+            complete=self.complete or not self._stop.requested,
+            batch_shapes_seen=dict(meter.batch_shapes),
+            learned=meter.learned,
+            ratio=self._ratio(),
+            stored=look_at_stored(replay, parts.world.spec),
             not_finite=not_finite,
+        )
+
+    def _ratio(self) -> Ratio:
+        """As the settings are, and as they were in earlier parts of the run."""
+        replay = self._parts.settings.replay
+
+        def all_of(name: str) -> list[Any]:
+            before = [
+                change["settings"][f"replay.{name}"]
+                for change in self._changes
+                if f"replay.{name}" in change["settings"]
+            ]
+            return [getattr(replay, name), *(value for pair in before for value in pair)]
+
+        return Ratio(
+            samples_per_insert=replay.samples_per_insert,
+            learning_starts=replay.learning_starts,
+            most_samples_per_insert=max(all_of("samples_per_insert")),
+            least_learning_starts=min(all_of("learning_starts")),
+            lost=(self._parts.lives - 1) * max(all_of("batch_size")),
         )

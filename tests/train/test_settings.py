@@ -33,10 +33,8 @@ def test_every_setting_can_be_overridden_and_the_rest_stay():
 
 
 def test_one_update_per_frame_unless_said_otherwise():
-    assert settings_from_overrides(["replay.batch_size=64"]).replay.samples_per_insert == 64
-    assert (
-        settings_from_overrides(["replay.batch_size=64", "replay.samples_per_insert=8"]).replay.samples_per_insert == 8
-    )
+    assert settings_from_overrides(["replay.batch_size=64"]).samples_per_insert == 64
+    assert settings_from_overrides(["replay.batch_size=64", "replay.samples_per_insert=8"]).samples_per_insert == 8
 
 
 def test_arguments_of_an_environment_may_be_new():
@@ -187,7 +185,7 @@ def test_help_offers_no_choice_where_there_is_none():
                 if only:
                     assert f"(only {only[1]})" in text
                     found.append(name)
-    assert found == ["replay.transport", "replay.layout", "execution.name"]
+    assert found == ["replay.transport", "execution.name"]
 
 
 @pytest.mark.parametrize(

@@ -135,5 +135,39 @@ class Strict(Corridor):
         return np.full((32, 32, 3), 8 * self.total % 256, np.uint8)
 
 
-for kind in (Corridor, Strange, Unbounded, Strict):
+class Reach(gymnasium.Env[Any, Any]):
+    """A point on a line that is to reach a place, as the goal environments of Gymnasium-Robotics say it."""
+
+    def __init__(self, *, length: int = 10, one_by_one: bool = False) -> None:
+        place = spaces.Box(-2, 2, (1,), np.float32)
+        self.observation_space = spaces.Dict({"observation": place, "achieved_goal": place, "desired_goal": place})
+        self.action_space = spaces.Box(-1, 1, (1,), np.float32)
+        self.length, self.one_by_one, self.at = length, one_by_one, 0
+        self.place, self.goal = np.zeros(1, np.float32), np.zeros(1, np.float32)
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        if self.one_by_one and np.ndim(achieved_goal) > 1:
+            raise ValueError("one goal at a time")
+        return -(np.abs(achieved_goal - desired_goal)[..., 0] > 0.1).astype(np.float32)
+
+    def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return self.compute_reward(achieved_goal, desired_goal, info) == 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.place, self.at = np.zeros(1, np.float32), 0
+        self.goal = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.at += 1
+        self.place = np.clip(self.place + 0.2 * np.asarray(action, np.float32), -2, 2)
+        reward = float(self.compute_reward(self.place, self.goal, {}))
+        return self._seen(), reward, reward == 0, self.at >= self.length, {}
+
+    def _seen(self) -> dict[str, Any]:
+        return {"observation": self.place.copy(), "achieved_goal": self.place.copy(), "desired_goal": self.goal.copy()}
+
+
+for kind in (Corridor, Strange, Unbounded, Strict, Reach):
     gymnasium.register(f"{kind.__name__}-v0", entry_point=kind)

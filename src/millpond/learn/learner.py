@@ -57,7 +57,8 @@ class Learner:
     def step(self, *, timeout: float | None = None, cancel_event: CancelEvent | None = None) -> dict[str, Tensor]:
         """Wait for a batch, learn from it, and return the algorithm's metrics: detached scalars by namespaced name.
 
-        Where replay is prioritized, the new priorities go back to it. Waits at most ``timeout`` seconds for the batch.
+        Where replay is prioritized, the new priorities go back to it, and ``replay/priority_…`` tell of them. Waits at
+        most ``timeout`` seconds for the batch.
 
         Raises:
             DeadlineExceeded, Cancelled, BufferClosed, PeerLost: from the wait. No step was made.
@@ -71,6 +72,7 @@ class Learner:
         td_error = metrics.pop("td_error", None)
         if td_error is not None and batch.get("priority_weight", None) is not None:
             self._replay.update_priority(batch, td_error.to(batch.device or "cpu"))
+            metrics |= {"replay/priority_mean": td_error.mean(), "replay/priority_max": td_error.max()}
         if self.algorithm.steps % self._publish_every == 0:
             self.publish()
         return metrics

@@ -14,17 +14,16 @@ from torch import nn
 
 from millpond.collect import Collector, FrameBudget, MultiCollector
 from millpond.collect.rollout_storage import transition_fields
-from millpond.core.errors import OutOfMemory
 from millpond.core.roles import Algorithm
 from millpond.core.schema import Schema
 from millpond.core.spec import EnvSpec
 from millpond.envs import Stepper, env_spec, make
 from millpond.envs.normalize import ObservedEnv, RunningStatistics
-from millpond.flow.limiter import Flow
 from millpond.learn.group import LearnerGroup
 from millpond.replay import ReplayBuffer
 from millpond.train.algorithms import make_algorithm
 from millpond.train.normalizing import normalized, statistics_size
+from millpond.train.replay import make_replay
 from millpond.train.settings import EnvSettings, Settings
 from millpond.weights import WeightBoard
 
@@ -51,43 +50,6 @@ def look_at_world(env: EnvSettings) -> World:
         return World(env_spec(world), Schema(types))
     finally:
         world.close()
-
-
-def make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
-    """The buffer of a run; its memory is allocated, so that too little of it shows now.
-
-    Raises:
-        OutOfMemory: the memory for ``replay.capacity`` items is not there.
-        Unsatisfiable: batches of the sizes that are set could never be written, or never be sampled.
-    """
-    try:
-        replay = _make_replay(settings, schema)
-    except OutOfMemory as error:
-        raise OutOfMemory(f"replay.capacity={settings.replay.capacity}: {error}") from None
-    try:  # neither waits; both refuse what no wait could help
-        replay.wait_until_sampleable(timeout=0)
-        replay.wait_until_writable(settings.frames_per_batch, timeout=0)
-    except BaseException:
-        replay.close()
-        raise
-    return replay
-
-
-def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
-    replay = settings.replay
-    return ReplayBuffer(
-        replay.capacity,
-        batch_size=replay.batch_size,
-        flow=Flow(
-            min_size=replay.learning_starts,
-            samples_per_insert=replay.samples_per_insert,
-            max_debt=settings.max_debt,
-        ),
-        schema=schema,
-        device=None if settings.learner.device == "cpu" or settings.learner.world_size > 1 else settings.learner.device,
-        seed=settings.seed,
-        shared=not settings.synchronous,
-    )
 
 
 @dataclass(slots=True)
@@ -184,6 +146,11 @@ class Parts:
     def frames(self) -> int:
         """Frames collected so far."""
         return self.budget.collected if self.budget is not None else 0
+
+    @property
+    def written_frames(self) -> int:
+        """Frames that replay was ever given."""
+        return self.replay.write_count * (self.settings.sequence_length or 1)
 
     # ------------------------------------------------------------------ ending
     def stop_collecting(self) -> None:

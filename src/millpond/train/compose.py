@@ -197,14 +197,14 @@ def _unknown(name: str, config: DictConfig) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """The settings that are meant, most likely: of the same group first, by its letters or by whole words of it."""
+    """The settings that are meant, most likely: of the same group first, by whole words of it or by its letters."""
     group, _, last = name.rpartition(".")
     parts = {one: one.rpartition(".") for one in known}
     inside = {part: one for one, (parent, _, part) in parts.items() if parent == group}
     words, close = set(last.split("_")), difflib.get_close_matches(last, {part for _, _, part in parts.values()}, n=1)
     return (
-        [inside[part] for part in difflib.get_close_matches(last, inside, n=1)]
-        or [one for part, one in inside.items() if words <= set(part.split("_"))]
+        [one for part, one in inside.items() if words <= set(part.split("_"))]
+        or [inside[part] for part in difflib.get_close_matches(last, inside, n=1)]
         or [one for one, (_, _, part) in parts.items() if part in close]
         or [one for one, (_, _, part) in parts.items() if words <= set(part.split("_"))]
         or difflib.get_close_matches(name, known, n=1, cutoff=0.8)

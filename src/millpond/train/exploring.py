@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from millpond.core.roles import Algorithm
 from millpond.core.spec import BoxAction, EnvSpec
+from millpond.train.replay import as_transitions
 
 DRAWS = 8  # how often the exploring policy is asked, for each action in replay
 _SAME = 1e-4  # closer than this, in halves of the range, is the same action: workers round otherwise
@@ -59,8 +60,8 @@ class Explorers:
     Nothing that a run computes is changed.
     """
 
-    def __init__(self, algorithm: Algorithm, spec: EnvSpec, *, written: int) -> None:
-        self._algorithm, self._spec = algorithm, spec
+    def __init__(self, algorithm: Algorithm, spec: EnvSpec, *, written: int, time: int | None = None) -> None:
+        self._algorithm, self._spec, self._time = algorithm, spec, time
         policies = (algorithm.policy, algorithm.evaluation_policy())
         self._exploring, self._deterministic = (pickle.loads(pickle.dumps(policy)).to("cpu") for policy in policies)
         self._exploring.reseed(0)
@@ -93,6 +94,7 @@ class Explorers:
         rows = replay[-count:] if count > 0 else None
         self._seen = replay.write_count
         if rows is not None:
+            rows = as_transitions(rows, self._time)
             versions = rows.get("policy_version").reshape(-1)
             for version, weights in self._known.items():
                 if len(chosen := (versions == version).nonzero()[:_ROWS, 0]):

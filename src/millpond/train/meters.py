@@ -56,8 +56,8 @@ class UpdateMeter:
     def state_dict(self) -> dict[str, Any]:
         """What the next row will tell of the updates since the last one, as tensors and numbers."""
         batch = self._batch if self._count else None
-        fields = ("action", "policy_version")  # copies, since a batch is one piece of memory with types of all kinds
-        looked_at = {} if batch is None else {name: batch.get(name).cpu().clone() for name in fields}
+        fields = ("action", "policy_version", "priority_weight")  # copies: a batch is one piece of memory, of all types
+        looked_at = {} if batch is None else {f: batch.get(f).cpu().clone() for f in fields if f in batch}
         return {
             "sums": {name: value.cpu() for name, value in self._sums.items()},
             "count": self._count,
@@ -83,12 +83,17 @@ class UpdateMeter:
         if version is not None:
             self.newest_version = max(self.newest_version, int(version.max()))
             row["lag/policy_version"] = steps - version.double().mean().item()
+        weight = batch.get("priority_weight", None)
+        if weight is not None:
+            row["replay/priority_weight_mean"] = weight.mean().item()
+            row["replay/priority_weight_min"] = weight.min().item()
         return row
 
 
 def action_statistics(action: Tensor, spec: EnvSpec) -> dict[str, float]:
     """``replay/action_std`` (mean over dimensions), ``_absmax``, ``_saturation`` (the share within 1 % of a bound)."""
-    values = action.reshape(action.shape[0], -1).double()
+    size = spec.action.size if isinstance(spec.action, BoxAction) else 1
+    values = action.reshape(-1, size).double()  # one row for each transition, in sequences too
     row = {
         "replay/action_std": values.std(0, correction=0).mean().item(),
         "replay/action_absmax": values.abs().max().item(),

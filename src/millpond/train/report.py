@@ -186,7 +186,10 @@ def _numbers(path: Path) -> list[dict[str, float]]:
 
 
 def _target(config: Mapping[str, Any]) -> float | None:
-    value = config.get("replay", {}).get("samples_per_insert")
+    replay = config.get("replay", {})
+    value = replay.get("samples_per_insert")
+    if value is None and replay.get("consume_after_n_samples") is None:
+        value = replay.get("batch_size")
     return float(value) if value is not None else None
 
 

@@ -261,7 +261,7 @@ def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dic
         "env": settings.env.id,
         "total_frames": settings.total_frames,
         "collected_frames": frames,
-        "written_frames": parts.replay.write_count,
+        "written_frames": parts.written_frames,
         "write_count": parts.replay.write_count,
         "optimizer_steps": steps,
         "published_version": parts.published_version,

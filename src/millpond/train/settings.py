@@ -28,15 +28,29 @@ class EnvSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """``replay.*``; sizes in items, debt in samples."""
+    """``replay.*``; sizes in items, debt in samples. An item is a transition, or a sequence of some."""
 
     capacity: int
     batch_size: int
     learning_starts: int
-    samples_per_insert: float
+    samples_per_insert: float | None
     max_debt: float | None
     transport: str
     layout: str
+    sampler: str = "uniform"
+    n_step: int = 1
+    alpha: float = 0.6
+    alpha_end: float | None = None
+    beta: float = 0.4
+    beta_end: float | None = None
+    hindsight_strategy: str = "future"
+    hindsight_fraction: float = 0.8
+    prefetch: int = 0
+    path: str | None = None
+    admission: str = "overwrite"
+    high_watermark: int | None = None
+    low_watermark: int | None = None
+    consume_after_n_samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +178,46 @@ class Settings:
         return self.envs_per_worker * (1 if self.synchronous else 8)
 
     @property
+    def sequence_length(self) -> int | None:
+        """How many transitions an item is: a batch of one environment. None where an item is one transition."""
+        return None if self.replay.layout == "transitions" else self.frames_per_batch // self.envs_per_worker
+
+    @property
+    def items_per_batch(self) -> int:
+        """How many items each worker writes at a time."""
+        return self.frames_per_batch // (self.sequence_length or 1)
+
+    @property
+    def total_items(self) -> int:
+        """How many items are written in all."""
+        return self.total_frames // (self.sequence_length or 1)
+
+    @property
+    def samples_per_insert(self) -> float | None:
+        """Samples for each item written; None where items are consumed, so that this says how often each is drawn."""
+        if self.replay.consume_after_n_samples is not None:
+            return None
+        given = self.replay.samples_per_insert
+        return float(self.replay.batch_size) if given is None else given
+
+    @property
+    def all_samples(self) -> Fraction:
+        """Samples that are drawn in the whole run, if all goes well."""
+        ratio = self.samples_per_insert
+        if ratio is None:
+            return Fraction(self.replay.consume_after_n_samples or 1) * self.total_items
+        return Fraction(ratio) * (self.total_items - self.replay.learning_starts)
+
+    @property
     def max_debt(self) -> float | None:
-        """How many samples collection may be ahead of learning; None in synchronous mode, where it never is."""
-        if self.synchronous:
+        """How many samples collection may be ahead of learning; None in synchronous mode, where it never is, and where
+        items are consumed."""
+        ratio = self.samples_per_insert
+        if self.synchronous or ratio is None:
             return None
         if self.replay.max_debt is not None:
             return self.replay.max_debt
-        round_of_batches = self.replay.samples_per_insert * self.frames_per_batch * self.collectors
-        return 2 * round_of_batches + self.replay.batch_size
+        return 2 * ratio * self.items_per_batch * self.collectors + self.replay.batch_size
 
     @property
     def report_interval(self) -> int:
@@ -242,6 +288,11 @@ _LEAST: dict[str, int] = {
     "replay.capacity": 1,
     "replay.batch_size": 1,
     "replay.learning_starts": 0,
+    "replay.n_step": 1,
+    "replay.prefetch": 0,
+    "replay.high_watermark": 1,
+    "replay.low_watermark": 0,
+    "replay.consume_after_n_samples": 1,
     "collect.frames_per_batch": 1,
     "collect.random_frames": 0,
     "collect.max_restarts": 0,
@@ -267,9 +318,11 @@ def _check(settings: Settings) -> None:
         value = operator.attrgetter(name)(settings)
         if value is not None and value < least:
             raise InvalidArgument(f"{name} must be at least {least}, got {value}")
-    if not 0 < settings.replay.samples_per_insert < math.inf:
-        raise InvalidArgument(f"replay.samples_per_insert must be above 0, got {settings.replay.samples_per_insert:g}")
+    ratio = settings.replay.samples_per_insert
+    if ratio is not None and not 0 < ratio < math.inf:
+        raise InvalidArgument(f"replay.samples_per_insert must be above 0, got {ratio:g}")
     _check_choices(settings)
+    _check_replay(settings.replay, synchronous=settings.synchronous)
     _check_sizes(settings)
 
 
@@ -278,7 +331,10 @@ def _check_choices(settings: Settings) -> None:
         ("execution.name", settings.execution.name, ("local",)),
         ("execution.mode", settings.execution.mode, ("async", "sync")),
         ("replay.transport", settings.replay.transport, ("shm",)),
-        ("replay.layout", settings.replay.layout, ("transitions",)),
+        ("replay.layout", settings.replay.layout, ("transitions", "sequences")),
+        ("replay.sampler", settings.replay.sampler, SAMPLERS),
+        ("replay.admission", settings.replay.admission, ("overwrite", "block")),
+        ("replay.hindsight_strategy", settings.replay.hindsight_strategy, ("future", "final", "episode", "random")),
         ("learner.backend", settings.learner.backend, ("gloo", "nccl")),
         ("logger.mode", settings.logger.mode or "online", ("offline", "online", "disabled")),
     ):
@@ -292,6 +348,54 @@ def _check_choices(settings: Settings) -> None:
         raise InvalidArgument("learner.backend=nccl needs learner.device=cuda: gradients travel between GPUs")
 
 
+SAMPLERS = ("uniform", "prioritized", "without_replacement", "hindsight")
+# What only some samplers use: anything but its default is refused with the others.
+_OF_SAMPLERS = {
+    "prioritized": ("alpha", "alpha_end", "beta", "beta_end"),
+    "hindsight": ("hindsight_strategy", "hindsight_fraction"),
+}
+
+
+def _check_replay(replay: ReplaySettings, *, synchronous: bool) -> None:
+    for sampler, names in _OF_SAMPLERS.items():
+        for name in names:
+            default = ReplaySettings.__dataclass_fields__[name].default
+            if replay.sampler != sampler and getattr(replay, name) != default:
+                raise InvalidArgument(f"replay.{name} is of replay.sampler={sampler}, and that is {replay.sampler}")
+    for name, most in (("alpha", math.inf), ("alpha_end", math.inf), ("beta", 1), ("beta_end", 1)):
+        value = getattr(replay, name)
+        if (value is not None and not 0 <= value <= most) or value == math.inf:
+            raise InvalidArgument(f"replay.{name} must be {'0 or more' if most > 1 else 'from 0 to 1'}, got {value:g}")
+    if not 0 <= replay.hindsight_fraction <= 1:
+        raise InvalidArgument(f"replay.hindsight_fraction must be from 0 to 1, got {replay.hindsight_fraction:g}")
+    if replay.layout == "sequences" and (replay.n_step > 1 or replay.sampler == "hindsight"):
+        wanted = f"replay.n_step={replay.n_step}" if replay.n_step > 1 else "replay.sampler=hindsight"
+        raise InvalidArgument(f"{wanted} looks along the steps of an episode: it needs replay.layout=transitions")
+    if replay.admission == "overwrite" and (replay.high_watermark is not None or replay.low_watermark is not None):
+        raise InvalidArgument(
+            "replay.high_watermark and low_watermark say when writers wait: set replay.admission=block"
+        )
+    _check_consumption(replay, synchronous=synchronous)
+
+
+def _check_consumption(replay: ReplaySettings, *, synchronous: bool) -> None:
+    if replay.admission == "block" and replay.consume_after_n_samples is None:
+        raise InvalidArgument(
+            "replay.admission=block waits for space, and without replay.consume_after_n_samples none would come"
+        )
+    if replay.admission == "block" and synchronous:
+        raise InvalidArgument("replay.admission=block waits for somebody else: it needs execution.mode=async")
+    if replay.consume_after_n_samples is None:
+        return
+    if replay.samples_per_insert is not None or replay.max_debt is not None:
+        raise InvalidArgument(
+            "replay.samples_per_insert and max_debt have no meaning with replay.consume_after_n_samples, which says how"
+            " often each item is drawn"
+        )
+    if replay.sampler == "without_replacement":
+        raise InvalidArgument("replay.sampler=without_replacement goes through the items in epochs, and consumes none")
+
+
 def _check_sizes(settings: Settings) -> None:
     replay = settings.replay
     if replay.batch_size % settings.learner.world_size:
@@ -299,36 +403,54 @@ def _check_sizes(settings: Settings) -> None:
             f"replay.batch_size={replay.batch_size} is the batch of all ranks together, and"
             f" learner.world_size={settings.learner.world_size} does not divide it"
         )
-    if replay.learning_starts >= settings.total_frames:
-        raise InvalidArgument(
-            f"replay.learning_starts={replay.learning_starts} leaves no frame of total_frames={settings.total_frames}"
-            " to learn from: lower the one or raise the other"
-        )
-    if replay.learning_starts > replay.capacity:
-        raise InvalidArgument(
-            f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
-        )
-    if settings.frames_per_batch > replay.capacity:
-        raise InvalidArgument(
-            f"batches of {settings.frames_per_batch} frames (collect.frames_per_batch) never fit"
-            f" replay.capacity={replay.capacity}: some would be overwritten before anybody could learn from them"
-        )
-    samples = Fraction(replay.samples_per_insert) * (settings.total_frames - replay.learning_starts)
-    if samples < replay.batch_size:
-        raise InvalidArgument(
-            f"no update would ever be made: total_frames={settings.total_frames} after replay.learning_starts="
-            f"{replay.learning_starts}, with {replay.samples_per_insert:g} samples each (replay.samples_per_insert),"
-            f" allow {float(samples):g} samples, and an update takes replay.batch_size={replay.batch_size}"
-        )
-    batch, debt = settings.frames_per_batch * replay.samples_per_insert, settings.max_debt
-    if debt is not None and debt < batch + replay.batch_size:
-        raise Unsatisfiable(
-            f"replay.max_debt={debt:g} would let collection and learning wait for each other: a batch of"
-            f" {settings.frames_per_batch} frames adds {batch:g} samples and an update takes {replay.batch_size},"
-            f" so it must be at least {batch + replay.batch_size:g}"
-        )
     if settings.frames_per_batch % settings.envs_per_worker:
         raise InvalidArgument(
             f"collect.frames_per_batch={settings.frames_per_batch} is not divisible by the"
             f" {settings.envs_per_worker} environments that step together"
         )
+    if settings.sequence_length is not None and settings.total_frames % settings.sequence_length:
+        raise InvalidArgument(
+            f"total_frames={settings.total_frames} is not divisible by the {settings.sequence_length} frames of a"
+            " sequence (collect.frames_per_batch for each environment)"
+        )
+    items, total = _items_of(settings), settings.total_items
+    if replay.learning_starts >= total:
+        raise InvalidArgument(
+            f"replay.learning_starts={replay.learning_starts} leaves no {items} to learn from: lower the one or raise"
+            " the other"
+        )
+    if replay.learning_starts > replay.capacity:
+        raise InvalidArgument(
+            f"replay.learning_starts={replay.learning_starts} never fit replay.capacity={replay.capacity}"
+        )
+    if settings.items_per_batch > replay.capacity:
+        raise InvalidArgument(
+            f"batches of {settings.frames_per_batch} frames (collect.frames_per_batch) never fit"
+            f" replay.capacity={replay.capacity}: some would be overwritten before anybody could learn from them"
+        )
+    samples, ratio = settings.all_samples, settings.samples_per_insert
+    if samples < replay.batch_size:
+        each = replay.consume_after_n_samples if ratio is None else f"{ratio:g}"
+        raise InvalidArgument(
+            f"no update would ever be made: {items} after replay.learning_starts={replay.learning_starts}, with {each}"
+            f" samples each ({'replay.samples_per_insert' if ratio is not None else 'replay.consume_after_n_samples'}),"
+            f" allow {float(samples):g} samples, and an update takes replay.batch_size={replay.batch_size}"
+        )
+    debt = settings.max_debt
+    if (
+        debt is not None
+        and ratio is not None
+        and debt < (batch := settings.items_per_batch * ratio) + replay.batch_size
+    ):
+        raise Unsatisfiable(
+            f"replay.max_debt={debt:g} would let collection and learning wait for each other: a batch of"
+            f" {settings.frames_per_batch} frames adds {batch:g} samples and an update takes {replay.batch_size},"
+            f" so it must be at least {batch + replay.batch_size:g}"
+        )
+
+
+def _items_of(settings: Settings) -> str:
+    """How messages call all items of a run."""
+    words = f"frame of total_frames={settings.total_frames}"
+    length = settings.sequence_length
+    return words if length is None else f"sequence of {length} frames of total_frames={settings.total_frames}"

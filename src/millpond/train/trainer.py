@@ -58,7 +58,8 @@ class Trainer:
             frames=lambda: parts.frames,
         )
         self._saver = Saver(parts, reporter, checkpoints, progress=self._progress)
-        self._explorers = Explorers(parts.algorithm, parts.world.spec, written=parts.replay.write_count)
+        written, time = parts.replay.write_count, settings.sequence_length
+        self._explorers = Explorers(parts.algorithm, parts.world.spec, written=written, time=time)
         self._due = {
             "report": Every(settings.report_interval, after=parts.frames),
             "evaluation": Every(settings.eval.interval_frames, after=parts.frames),
@@ -234,7 +235,7 @@ class Trainer:
         return Facts(
             total_frames=settings.total_frames,
             collected_frames=parts.frames,
-            written_frames=replay.write_count,
+            written_frames=parts.written_frames,
             optimizer_steps=steps,
             published_version=parts.published_version,
             newest_version=meter.newest_version,

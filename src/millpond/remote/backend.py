@@ -22,6 +22,7 @@ from millpond.replay.order import this_thread
 from millpond.replay.samplers.prioritized import real_numbers
 from millpond.replay.staging import StagingPool
 from millpond.replay.update import index_of, named
+from millpond.shm.interrupts import uninterrupted
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
@@ -141,6 +142,7 @@ class RemoteBackend:
             answer = self._session.call("pick", {"slice": None}, {"which": torch.from_numpy(index)})
         return rulebook.picked(self._known_schema(), answer.tensors["rows"], answer.fields["shape"])
 
+    @uninterrupted
     def __iter__(self) -> Iterator[Any]:
         n = self._batch_size(None)
         while True:

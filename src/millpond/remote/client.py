@@ -22,6 +22,7 @@ from millpond.replay.engine import find
 from millpond.replay.samplers.prioritized import PrioritizedSampler
 from millpond.replay.samplers.protocol import Sampler
 from millpond.replay.waiting import check_timeout
+from millpond.shm.interrupts import defer_interrupts, interruptible, uninterrupted
 
 
 class ReplayClient:
@@ -55,6 +56,7 @@ class ReplayClient:
         self._leave: Callable[[], Any] = lambda: None
         self._closed = False
         self._final: dict[str, Any] | None = None
+        defer_interrupts()
         _clients.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,6 +70,7 @@ class ReplayClient:
             return self._connected()
         return backend
 
+    @interruptible
     def _connected(self) -> Backend:
         with self._lock:
             if self._closed:
@@ -110,6 +113,7 @@ class ReplayClient:
         return choose(self._owner, self._wanted, this_host() if self._host is None else self._host)
 
     # ------------------------------------------------------------------ writing
+    @uninterrupted
     def extend(
         self,
         items: Batch,
@@ -124,6 +128,7 @@ class ReplayClient:
             items, priority=priority, timeout=timeout, cancel_event=cancel_event, receipt=receipt
         )
 
+    @uninterrupted
     def add(self, item: Batch, *, priority: Any = None, timeout: float | None = None, cancel_event: Any = None) -> int:
         """As ``ReplayBuffer.add``."""
         return self._buffer.add(item, priority=priority, timeout=timeout, cancel_event=cancel_event)
@@ -133,6 +138,7 @@ class ReplayClient:
         return self._buffer.receipt(line)
 
     # ------------------------------------------------------------------ sampling
+    @uninterrupted
     def sample(
         self,
         batch_size: int | None = None,
@@ -185,14 +191,17 @@ class ReplayClient:
             yield self
 
     # ------------------------------------------------------------------ changing what is there
+    @uninterrupted
     def update_priority(self, index_or_sample: Any, priority: Any) -> int:
         """As ``ReplayBuffer.update_priority``."""
         return self._buffer.update_priority(index_or_sample, priority)
 
+    @uninterrupted
     def update(self, index_or_sample: Any, patch: Batch) -> int:
         """As ``ReplayBuffer.update``."""
         return self._buffer.update(index_or_sample, patch)
 
+    @uninterrupted
     def empty(self) -> None:
         """As ``ReplayBuffer.empty``."""
         self._buffer.empty()

@@ -26,12 +26,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 import torch
 
 from millpond.core.errors import PeerLost
 from millpond.remote.messages import payload_nbytes
+from millpond.shm.interrupts import due
 
 SILENCE = 4  # seconds
 REQUEST, ANSWER = struct.Struct("<I"), struct.Struct("<QI")
@@ -41,7 +43,8 @@ _INFO = struct.Struct("8B13I")  # the beginning of Linux's tcp_info
 _BUSY_S = 600.0  # that an owner may be busy, and live
 _SLICE_S = 0.5
 _LONGEST_S = 1e6  # that a system call can be told to wait
-_LOOK_S = 0.1  # between looks whether somebody else has stopped to listen
+_LOOK_S = 0.1  # between looks whether another thread has stopped sending, or there is room to send
+ANSWER_S = 0.4  # after Ctrl-C, for the answer that was asked for
 
 End = Literal["closed", "lost"]
 
@@ -84,6 +87,10 @@ def silent(connection: socket.socket) -> bool:
     unheard_s, again_s = heard_ms / 1e3, again_us / 1e6
     unanswered: bool = probes > 1 or (underway > 0 and unheard_s > 1.2 * again_s + 0.5)
     return unheard_s > SILENCE and unanswered
+
+
+class Unanswered(Exception):  # it never reaches users: Ctrl-C does, see `millpond.shm.interrupts`
+    """Ctrl-C came, and `ANSWER_S` later there is no answer."""
 
 
 class _Turn:
@@ -144,12 +151,13 @@ class Connection:
     def ask(self, head: bytes, payload: torch.Tensor | None = None) -> None:
         """Send one request. Raises ``ConnectionError`` where the line has ended.
 
-        An exception that cuts this off, such as Ctrl-C, ends the line: nobody can tell how much of it was sent.
+        An exception that cuts this off ends the line: it is not known how much was sent. `Unanswered`, where there is
+        no room for a request for so long, is one.
         """
         parts = [memoryview(REQUEST.pack(len(head)) + head)]
         if payload is not None:
             parts.append(payload.numpy().data)
-        with self._sending:
+        with self._sends():
             try:
                 while parts:
                     sent = self._send(parts)
@@ -163,6 +171,16 @@ class Connection:
                 self._cut()
                 raise
 
+    @contextlib.contextmanager
+    def _sends(self) -> Iterator[None]:
+        """One thread at a time."""
+        while not self._sending.acquire(timeout=_LOOK_S):
+            _give_up_in_time()
+        try:
+            yield
+        finally:
+            self._sending.release()
+
     def _send(self, parts: list[memoryview]) -> int:
         """As much as there is room for. Where there is none the owner may be waiting to be heard: then listen too."""
         try:
@@ -175,6 +193,7 @@ class Connection:
             room.register(self._socket, select.POLLOUT | select.POLLIN)
             if not room.poll(1000 * _LOOK_S) and silent(self._socket):
                 self._cut()
+            _give_up_in_time()
             return 0
 
     def open(self, number: int) -> Slot:
@@ -199,7 +218,8 @@ class Connection:
 
     # ------------------------------------------------------------------ listening
     def wait(self, slot: Slot, seconds: float | None) -> Said | None:
-        """What is said next about a request. None: the line has ended. Raises ``queue.Empty`` after so many seconds."""
+        """What is said next about a request. None: the line has ended. Raises ``queue.Empty`` after so many seconds,
+        and `Unanswered`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while True:
@@ -244,6 +264,7 @@ class Connection:
         except queue.Empty:
             if left is not None and left <= _SLICE_S:
                 raise
+            _give_up_in_time()
             return _TURN
 
     def _hand_on(self) -> None:
@@ -266,8 +287,10 @@ class Connection:
             slice_s = _SLICE_S if left is None else min(left, _SLICE_S)
             if left == 0:
                 return False
-            if not self._poll.poll(1000 * slice_s) and silent(self._socket):
-                self._cut()
+            if not self._poll.poll(1000 * slice_s):
+                if silent(self._socket):
+                    self._cut()
+                _give_up_in_time()
         return True
 
     def _receive(self) -> bool | None:
@@ -284,7 +307,7 @@ class Connection:
         except OSError:
             self._finish("lost")
             return True
-        except BaseException:  # such as Ctrl-C: nobody can tell how much was read
+        except BaseException:  # it is not known how much was read
             self._cut()
             raise
 
@@ -338,6 +361,11 @@ class Connection:
             if self.end is None:
                 self._finish("lost")
             self._socket.close()
+
+
+def _give_up_in_time() -> None:
+    if due(ANSWER_S):
+        raise Unanswered
 
 
 def _left(deadline: float | None) -> float | None:

@@ -16,9 +16,10 @@ import torch
 from millpond.core.errors import BufferClosed, Cancelled, DeadlineExceeded, MillpondError, PeerLost
 from millpond.remote import cluster
 from millpond.remote.address import OwnerAddress
-from millpond.remote.connection import Connection, Slot
+from millpond.remote.connection import Connection, Slot, Unanswered
 from millpond.remote.messages import Message, raised
 from millpond.replay.waiting import CANCEL_SLICE, LOG_EVERY, OWNER_SLICE, check_cancel, check_timeout
+from millpond.shm.interrupts import due, interrupt, uninterrupted
 
 TRIES = 5  # of one request, where what carries it breaks and the owner lives
 END_S = 0.5  # a dying process closes its connections one after the other
@@ -34,6 +35,8 @@ class Wire(Protocol):
     def transport(self) -> str: ...
 
     def exchange(self, request: Message, slot: Slot) -> tuple[Message, bool]: ...
+
+    def tell(self, request: Message) -> None: ...
 
     def close(self) -> None: ...
 
@@ -62,7 +65,12 @@ class Patience:
     def slice_s(self) -> float:
         """How long to sleep before the next look; 0 where the time is over."""
         left = self._deadline - time.monotonic()
-        return max(0.0, min(left, OWNER_SLICE if self._cancel is None else CANCEL_SLICE))
+        looks = self._cancel is not None or threading.current_thread() is threading.main_thread()  # for Ctrl-C
+        return max(0.0, min(left, CANCEL_SLICE if looks else OWNER_SLICE))
+
+
+class _Withdrawn(Exception):
+    """The request was, for Ctrl-C."""
 
 
 class Session:
@@ -95,6 +103,7 @@ class Session:
         use: Callable[[Message], T],
     ) -> T: ...
 
+    @uninterrupted
     def call(
         self,
         kind: str,
@@ -105,7 +114,10 @@ class Session:
         use: Callable[[Message], T] | None = None,
     ) -> Message | T:
         """Ask, wait where the owner says so, and return the answer, or what ``use`` makes of it. Where it is a batch,
-        and an exception such as Ctrl-C comes in between, the batch goes back.
+        and an exception comes in between, the batch goes back.
+
+        Ctrl-C waits until the answer is there, unless the request is pending: then it is withdrawn. An owner that does
+        not answer is told to undo the request when it comes to it.
 
         Raises:
             BufferClosed, PeerLost: the owner has closed the buffer, or has died. Where the request was a write,
@@ -124,6 +136,9 @@ class Session:
                 raise raised(answer)
             there = True
             return answer if use is None else use(answer)
+        except (Unanswered, _Withdrawn) as ended:
+            if isinstance(ended, Unanswered):
+                self._abandon(kind, number, patience)
         except BaseException as problem:
             if there or not isinstance(problem, Exception):  # nothing may be done behind the caller's back
                 with contextlib.suppress(MillpondError):
@@ -136,6 +151,7 @@ class Session:
         finally:
             self._line.shut(number)
             self._settle(number)
+        return interrupt()
 
     # ------------------------------------------------------------------ waiting
     def _wait(self, number: int, slot: Slot, patience: Patience, noticed: bool) -> Message:
@@ -150,7 +166,7 @@ class Session:
             if noticed:
                 continue
             cancelled = patience.cancelled
-            if cancelled or patience.slice_s == 0:
+            if cancelled or patience.slice_s == 0 or due():
                 return self._give_up(number, patience, cancelled)
             if patience.timeout == math.inf and time.monotonic() - logged >= LOG_EVERY:
                 logged = time.monotonic()
@@ -172,7 +188,23 @@ class Session:
             return answer  # it was answered in the last moment
         if cancelled:
             raise Cancelled(f"{patience.what}: the cancel event is set")
+        if due():
+            raise _Withdrawn
         raise DeadlineExceeded(f"{patience.what} waited {patience.timeout:g} s: {answer.fields['text']}")
+
+    def _abandon(self, kind: str, number: int, patience: Patience | None) -> None:
+        """Have the owner withdraw a request that it has not answered, or take its batch back, as soon as it comes to
+        that. Waits for nothing: what it says to this is not listened for."""
+        undo: list[tuple[str, dict[str, Any]]] = []
+        if patience is not None:
+            undo.append(("withdraw", {"number": number, "op": patience.op, "n": patience.n}))
+        if kind == "sample":
+            undo.append(("give_back", {"number": number}))
+        with contextlib.suppress(ConnectionError, MillpondError, Unanswered):  # at the line's end all that waits ends
+            for kind, fields in undo:
+                own = self._begin()
+                self._settle(own)
+                self._wire.tell(Message(kind, own, fields))
 
     def _explain(self, patience: Patience) -> str:
         return str(self.call("explain", {"op": patience.op, "n": patience.n}).fields["text"])

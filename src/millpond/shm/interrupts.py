@@ -7,6 +7,10 @@ a millisecond later, and so on until the call has returned; where it is `interru
 is marked, KeyboardInterrupt is raised at once. Marking costs nothing when the functions run. (Trio protects its own
 code in this way.)
 
+A call that talks with another process cannot be cut off wherever it waits: the rest of an answer would be taken for
+the next one. It looks for itself, between two sleeps, whether an interrupt is `due`, ends what it is in the middle of,
+and calls `interrupt`.
+
 Only Python's own handler is replaced, when the main thread makes a buffer. Who has a handler of its own keeps it.
 """
 
@@ -19,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 AGAIN_S = 0.001
 
@@ -27,6 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _marked: dict[CodeType, bool] = {threading.Condition.wait.__code__: True}  # may it be interrupted?
 _pending = False
+_since = 0.0  # when the one that is pending came
 
 
 def uninterrupted(function: Function) -> Function:
@@ -49,11 +54,26 @@ def defer_interrupts() -> None:
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
+def due(seconds: float = 0.0) -> bool:
+    """Has Ctrl-C been waiting for so long, for the call that this thread is in? Always False but in the main thread."""
+    if not _pending or threading.current_thread() is not threading.main_thread():
+        return False
+    return time.monotonic() - _since >= seconds
+
+
+@interruptible
+def interrupt() -> NoReturn:
+    """What is `due` comes now."""
+    while _pending:
+        time.sleep(AGAIN_S)
+    raise KeyboardInterrupt  # the handler was replaced meanwhile, and what has its place raised nothing
+
+
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    global _pending
+    global _pending, _since
     if not _may_interrupt(frame):
         if not _pending:
-            _pending = True
+            _pending, _since = True, time.monotonic()
             _thread.start_new_thread(_send_again, ())  # `threading.Thread` takes locks that this thread may hold
         return
     _delivered()

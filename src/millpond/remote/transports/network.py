@@ -11,9 +11,10 @@ import time
 from functools import partial
 
 from millpond.core.errors import PeerLost
-from millpond.remote.connection import COLLECT, Answer, Connection, Slot
+from millpond.remote.connection import COLLECT, Answer, Connection, Slot, Unanswered
 from millpond.remote.messages import Message, decode, direct_nbytes, encode
 from millpond.remote.transports.nccl import CLIENT, Direct, Introduction
+from millpond.shm.interrupts import due
 
 FIRST_WISH = (1 << 64) - 2  # the number of a wish for a connection from GPU to GPU; the next has one less
 AGAIN_S = 0.1
@@ -54,6 +55,10 @@ class NetworkWire:
                 self.close()
                 raise
 
+    def tell(self, request: Message) -> None:
+        """Send a request, and do not wait for the answer."""
+        self._line.ask(encode(request)[0])
+
     def _asked(self, request: Message, slot: Slot, direct: Direct | None) -> tuple[Message, bool]:
         head, payload = encode(request)
         self._line.ask(head, None if payload is None else payload.cpu())
@@ -82,6 +87,8 @@ class NetworkWire:
                     raise ConnectionError("the line has ended") from None
                 if time.monotonic() > deadline:
                     raise
+                if due():
+                    raise Unanswered from None
                 time.sleep(AGAIN_S)
             finally:
                 self._line.shut(number)

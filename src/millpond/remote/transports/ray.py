@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from millpond.remote.cluster import DATA, ray
-from millpond.remote.connection import Connection, Slot
+from millpond.remote.connection import ANSWER_S, Connection, Slot, Unanswered
 from millpond.remote.messages import Message, decode, encode
+from millpond.shm.interrupts import due
 
 Bytes = NDArray[np.uint8]
 SLICE_S = 0.5
@@ -63,8 +64,14 @@ class RayWire:
                 except errors.GetTimeoutError:
                     if self._line.look() is not None:
                         raise ConnectionError("the line has ended") from None
+                    if due(ANSWER_S):
+                        raise Unanswered from None
         except errors.RayError as problem:
             raise ConnectionError(f"{type(problem).__name__}: {problem}") from problem
+
+    def tell(self, request: Message) -> None:
+        """Send a request, and do not wait for the answer."""
+        self._call.remote(self._line.id, encode(request)[0], None)
 
     def close(self) -> None:
         """Nothing is held."""

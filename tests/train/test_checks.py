@@ -13,6 +13,7 @@ GOOD = Facts(
     total_frames=1000,
     collected_frames=1000,
     written_frames=1000,
+    written_items=1000,
     optimizer_steps=900,
     published_version=900,
     newest_version=880,

@@ -16,6 +16,7 @@ from millpond.collect import rollout_storage
 from millpond.collect.budget import FrameBudget
 from millpond.replay import ReplayBuffer
 from millpond.train import assembly
+from millpond.train import replay as replay_module
 from millpond.train import run as run_module
 from millpond.train.assembly import Parts
 from millpond.train.evaluator import Evaluator
@@ -83,12 +84,12 @@ def a_batch_has_time(patch: Patch) -> None:
 
 
 def replay_allows(patch: Patch, factor: float) -> None:
-    flow = assembly.Flow
+    flow = replay_module.Flow
 
     def other(*, samples_per_insert: float, **more: Any) -> Any:
         return flow(samples_per_insert=factor * samples_per_insert, **more)
 
-    patch.setattr(assembly, "Flow", other)
+    patch.setattr(replay_module, "Flow", other)
 
 
 def too_many_updates(patch: Patch) -> None:

@@ -22,7 +22,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many samples the settings allow: at most ``samples_per_insert`` for each frame after ``learning_starts``, and
+    """How many samples the settings allow: at most ``samples_per_insert`` for each item after ``learning_starts``, and
     when all is learned at least so many but less than a batch. Where a resumed run had others, the ``most_…`` and
     ``least_…`` are the widest of them; ``lost`` is how many samples its ends may have drawn and not learned from.
     """
@@ -33,18 +33,19 @@ class Ratio:
     least_learning_starts: int
     lost: int = 0
 
-    def most(self, frames: int) -> Fraction:
-        return Fraction(self.most_samples_per_insert) * max(0, frames - self.least_learning_starts)
+    def most(self, items: int) -> Fraction:
+        return Fraction(self.most_samples_per_insert) * max(0, items - self.least_learning_starts)
 
-    def least(self, frames: int, batch_size: int) -> Fraction:
+    def least(self, items: int, batch_size: int) -> Fraction:
         """What is learned from, at the end, is more than this."""
-        allowed = Fraction(self.samples_per_insert) * max(0, frames - self.learning_starts)
+        allowed = Fraction(self.samples_per_insert) * max(0, items - self.learning_starts)
         return allowed - batch_size - self.lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known when a run ends. Frames are transitions; versions and steps count optimizer steps.
+    """What is known when a run ends. Frames are transitions, of which an item of replay may have several; versions and
+    steps count optimizer steps.
 
     ``newest_version`` is the highest policy version seen in replay, ``learnable_frames`` how many frames must carry a
     newer version than 0 if all is well. ``learned`` counts the items of all batches that were learned from.
@@ -63,6 +64,7 @@ class Facts:
     complete: bool = True
     batch_shapes_seen: Mapping[tuple[int, ...], int] = field(default_factory=dict)
     learned: int = 0
+    written_items: int = 0
     ratio: Ratio | None = None
     stored: Stored = field(default_factory=Stored)
     payload_bytes_through_ray: int | None = None
@@ -138,10 +140,10 @@ def _update_ratio(facts: Facts) -> Check:
     """Of the updates themselves, not of what replay counts."""
     if facts.ratio is None:
         return Check(True, f"{facts.learned} samples learned from")
-    frames, most = facts.written_frames, facts.ratio.most(facts.written_frames)
-    least = facts.ratio.least(frames, facts.batch_size) if facts.complete else Fraction(-1)
+    items, most = facts.written_items, facts.ratio.most(facts.written_items)
+    least = facts.ratio.least(items, facts.batch_size) if facts.complete else Fraction(-1)
     detail = (
-        f"{facts.learned} samples learned from, for {frames} frames in replay of which the first"
+        f"{facts.learned} samples learned from, for {items} items in replay of which the first"
         f" {facts.ratio.learning_starts} owe none; {facts.ratio.samples_per_insert:g} for each allow {float(most):.12g}"
     )
     if facts.learned > most:

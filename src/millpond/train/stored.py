@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from millpond.core.spec import BoxAction, EnvSpec
+from millpond.train.replay import as_transitions
 
 _MOST, _AT_A_TIME = 1 << 20, 1 << 14  # items that are looked at, the newest ones, and how many of them at once
 _SCALARS = {"reward": torch.float32, "done": torch.bool, "terminated": torch.bool, "truncated": torch.bool}
@@ -26,13 +27,13 @@ class Stored:
     unfit: tuple[str, ...] = ()
 
 
-def look_at_stored(replay: Any, spec: EnvSpec, *, most: int = _MOST) -> Stored:
-    """Look at the ``most`` newest items of a replay into which nobody writes any more."""
+def look_at_stored(replay: Any, spec: EnvSpec, *, most: int = _MOST, time: int | None = None) -> Stored:
+    """Look at the ``most`` newest items of a replay into which nobody writes any more, of ``time`` frames each."""
     size = len(replay)
     marks: list[npt.NDArray[np.int64]] = []
     unfit: tuple[str, ...] = ()
     for begin in range(max(0, size - most), size, _AT_A_TIME):
-        rows = replay[begin : min(size, begin + _AT_A_TIME)]
+        rows = as_transitions(replay[begin : min(size, begin + _AT_A_TIME)], time)
         marks.append(np.stack([rows.get(name).reshape(len(rows)).numpy() for name in ("episode_id", "step")], axis=1))
         unfit = unfit or tuple(_unfit(rows, spec))
     if not marks:

@@ -236,6 +236,7 @@ class Trainer:
             total_frames=settings.total_frames,
             collected_frames=parts.frames,
             written_frames=parts.written_frames,
+            written_items=parts.replay.write_count,
             optimizer_steps=steps,
             published_version=parts.published_version,
             newest_version=meter.newest_version,
@@ -246,26 +247,32 @@ class Trainer:
             batch_shapes_seen=dict(meter.batch_shapes),
             learned=meter.learned,
             ratio=self._ratio(),
-            stored=look_at_stored(replay, parts.world.spec),
+            stored=look_at_stored(replay, parts.world.spec, time=settings.sequence_length),
             not_finite=not_finite,
         )
 
     def _ratio(self) -> Ratio:
         """As the settings are, and as they were in earlier parts of the run."""
-        replay = self._parts.settings.replay
+        settings = self._parts.settings
+        replay, ratio = settings.replay, settings.samples_per_insert
 
-        def all_of(name: str) -> list[Any]:
-            before = [
-                change["settings"][f"replay.{name}"]
-                for change in self._changes
-                if f"replay.{name}" in change["settings"]
-            ]
-            return [getattr(replay, name), *(value for pair in before for value in pair)]
+        def all_of(name: str, now: Any) -> list[Any]:
+            found = [now]
+            for change in self._changes:
+                found += change["settings"].get(f"replay.{name}", ())
+            return found
 
+        batches = all_of("batch_size", replay.batch_size)
+        ratios = all_of("samples_per_insert", replay.samples_per_insert)  # None is a batch for each item
+        consumed = ratio is None  # then each item is drawn so often, the first ones too
+        count = float(replay.consume_after_n_samples or 1)
+        lost = (self._parts.lives - 1) * max(batches)
+        if consumed:  # of less than a batch of items all draws may be left
+            lost += int(count - 1) * replay.batch_size
         return Ratio(
-            samples_per_insert=replay.samples_per_insert,
-            learning_starts=replay.learning_starts,
-            most_samples_per_insert=max(all_of("samples_per_insert")),
-            least_learning_starts=min(all_of("learning_starts")),
-            lost=(self._parts.lives - 1) * max(all_of("batch_size")),
+            samples_per_insert=count if ratio is None else ratio,
+            learning_starts=0 if consumed else replay.learning_starts,
+            most_samples_per_insert=count if consumed else max(max(batches) if one is None else one for one in ratios),
+            least_learning_starts=0 if consumed else min(all_of("learning_starts", replay.learning_starts)),
+            lost=lost,
         )

@@ -137,13 +137,18 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         welcome = self.open(WELCOME)
-        with contextlib.suppress(OSError, queue.Empty):
+        try:
             watch(self._socket, _BUSY_S)
             self._socket.settimeout(None)
             self._socket.sendall(token + self.id)
             if self.wait(welcome, min(timeout, _LONGEST_S)) == COLLECT:
                 self.shut(WELCOME)
                 return
+        except (OSError, queue.Empty):
+            pass
+        except BaseException:  # Ctrl-C, while an owner that is busy lets wait
+            self._socket.close()
+            raise
         self._socket.close()
         raise PeerLost(f"{address[0]}:{address[1]} is not the owner that was looked for")
 

@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISED = {
+    "goal_reaching.py": ["random actions reach 0."],
     "plain_pytorch.py": ["learned 0.66 0.73 0.81 0.90 1.00", "exact   0.66 0.73 0.81 0.90 1.00"],
     "shared_processes.py": ["written 3200, sampled 5888", "from each producer: some, some"],
     "torchrl_loss.py": ["DQN: loss", "SAC: losses of actor", "SAC: 32 priorities updated"],

@@ -18,6 +18,7 @@ from millpond.core.errors import InvalidArgument, MillpondError, NotShareable, O
 # Each is a module of millpond.commands, imported when it is called: the others' imports take seconds.
 COMMANDS = {
     "train": "train a policy, in one process or with worker processes",
+    "suite": "train with each algorithm, each run in a fresh process, and check every one",
     "eval": "play episodes with the policy of a run, without exploration",
     "inspect": "show what a replay buffer holds, and who waits for what",
 }

@@ -80,7 +80,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 def test_unknown_commands_and_help(capsys: pytest.CaptureFixture[str]):
     assert main(["trian"]) == 2
-    assert capsys.readouterr().err.startswith("millpond: unknown command 'trian'; there are: train, eval")
+    assert capsys.readouterr().err.startswith("millpond: unknown command 'trian'; there are: train, suite, eval")
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert "train a policy" in capsys.readouterr().out

@@ -21,8 +21,8 @@ class Corridor(gymnasium.Env[Any, Any]):
 
     While the file ``while_there`` exists, the ``for_steps`` steps after number ``at`` commit ``fault``: ``raise``,
     ``kill`` (after removing the file, so that only one process dies), ``hang``, ``stall`` (which hangs, after removing
-    the file), ``huge`` (a reward that no loss survives), ``nan_reward``, or ``nan_observation``. ``where`` restricts
-    that to processes whose name begins so.
+    the file), ``slow`` (0.05 s), ``huge`` (a reward that no loss survives), ``nan_reward``, or ``nan_observation``.
+    ``where`` restricts that to processes whose name begins so.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class Corridor(gymnasium.Env[Any, Any]):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "stall":
             self.while_there.unlink(missing_ok=True)
+        if self.fault == "slow":
+            time.sleep(0.05)
         if self.fault in ("hang", "stall"):
             time.sleep(600)
         return {"huge": 1e30, "nan_reward": math.nan, "nan_observation": math.inf}.get(self.fault, 1.0)

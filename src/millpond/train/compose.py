@@ -78,9 +78,9 @@ def describe_settings() -> str:
     for group in ("execution", "logger"):
         lines += _describe(root.joinpath(group, "local.yaml").read_text(encoding="utf-8"), f"{group}.")
     for group in _GROUPS:
-        if len(options := _options(group)) > 1:
+        if len(options := choices(group)) > 1:
             lines.append((group, "|".join(options), "a group of settings, chosen by name"))
-    for name in _options("algorithm"):
+    for name in choices("algorithm"):
         lines += _describe(root.joinpath("algorithm", f"{name}.yaml").read_text(encoding="utf-8"), "algorithm.", name)
     width = max(len(name) for name, _, _ in lines)
     return "\n".join(f"  {name:<{width}}  {default:<22} {text}".rstrip() for name, default, text in lines)
@@ -183,7 +183,7 @@ def _explain(error: Exception, words: list[str]) -> str:
     if isinstance(error, MissingConfigException):
         match = re.search(r"'(\w+)/([^']*)'", text)
         if match and match[1] in _GROUPS:
-            return f"{match[1]}={match[2]} is unknown; there are: {', '.join(_options(match[1]))}"
+            return f"{match[1]}={match[2]} is unknown; there are: {', '.join(choices(match[1]))}"
     match = re.search(r"Could not (?:override|append to config\. An item is already at) '([^']*)'", text)
     if match:
         return _unknown(match[1], _defaults([w for w in words if w.split("=")[0] in _GROUPS]))
@@ -220,7 +220,8 @@ def _names(values: Any, prefix: str) -> list[str]:
     return names
 
 
-def _options(group: str) -> list[str]:
+def choices(group: str) -> list[str]:
+    """The names that a group of settings (algorithm, execution, logger, profile) can be chosen by."""
     folder = resources.files("millpond.conf").joinpath(group)
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 

@@ -17,7 +17,7 @@ from millpond.train.chart import Chart, Line, compact
 from millpond.train.loggers import read_metrics
 from millpond.train.run_state import RunDirectory, read_json, write_text
 
-_POLICY = (  # the browser itself refuses whatever would need the network
+CONTENT_POLICY = (  # the browser itself refuses whatever would need the network
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " img-src data:; media-src data: file: 'self'"
 )
@@ -61,7 +61,7 @@ def render(
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)} · millpond</title><style>{style}</style></head><body>",
         _header(title, summary),
@@ -70,7 +70,7 @@ def render(
         "</div>",
         *_videos(videos),
         "<h2>Checks</h2>",
-        _checks(summary.get("checks") or {}),
+        checks_table(summary.get("checks") or {}),
         "<h2>Summary</h2>",
         _table(_flat({name: value for name, value in summary.items() if name != "checks"})),
         "<details open><summary>Configuration</summary>",
@@ -84,14 +84,14 @@ def _header(title: str, summary: Mapping[str, Any]) -> str:
     status = str(summary.get("status", "?"))
     kind = "good" if status in ("completed", "stopped", "interrupted") else "bad"
     figures = (
-        ("Return before", _number(summary.get("eval_return_first"))),
-        ("Return after", _number(summary.get("eval_return_last"))),
-        ("Frames", _number(summary.get("collected_frames"))),
-        ("Updates", _number(summary.get("optimizer_steps"))),
-        ("Wall time", _duration(summary.get("wall_s"))),
-        ("Frames/s", _number(summary.get("frames_per_s"))),
-        ("Updates/s", _number(summary.get("updates_per_s"))),
-        ("Peak memory", f"{_number(summary.get('peak_rss_mb'))} MB"),
+        ("Return before", number(summary.get("eval_return_first"))),
+        ("Return after", number(summary.get("eval_return_last"))),
+        ("Frames", number(summary.get("collected_frames"))),
+        ("Updates", number(summary.get("optimizer_steps"))),
+        ("Wall time", duration(summary.get("wall_s"))),
+        ("Frames/s", number(summary.get("frames_per_s"))),
+        ("Updates/s", number(summary.get("updates_per_s"))),
+        ("Peak memory", f"{number(summary.get('peak_rss_mb'))} MB"),
     )
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
     error = summary.get("error")
@@ -151,7 +151,8 @@ def _videos(videos: Sequence[Path]) -> Iterator[str]:
     yield f'<video controls loop muted playsinline src="{escape(source)}"></video></figure>'
 
 
-def _checks(checks: Mapping[str, Mapping[str, Any]]) -> str:
+def checks_table(checks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The checks of one run, as HTML."""
     if not checks:
         return "<p>The run ended before it could check itself.</p>"
     rows = (
@@ -193,14 +194,16 @@ def _target(config: Mapping[str, Any]) -> float | None:
     return float(value) if value is not None else None
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
+    """For people; a dash where there is none."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     text = f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.4g}"
     return text.replace("-", "−")
 
 
-def _duration(seconds: Any) -> str:
+def duration(seconds: Any) -> str:
+    """For people; a dash where there is none."""
     if not isinstance(seconds, int | float):
         return "–"
     minutes, rest = divmod(round(seconds), 60)

@@ -60,7 +60,7 @@ def _look(path: str, rows: int) -> Report:
         return inspect(run / REPLAY, rows=rows)
     if live.is_file() and (place := live.read_text(encoding="utf-8")):
         with contextlib.suppress(NotShareable, OSError):  # gone, with its run
-            report = inspect(place, rows=rows)
+            report = _look_at_live(place, rows)
             if report["owner"] and report["owner"]["alive"]:
                 return {"shows": "the buffer that this run uses now", **report}
     if saved:
@@ -71,6 +71,10 @@ def _look(path: str, rows: int) -> Report:
     if (run / "config.yaml").is_file():
         raise NotShareable(f"{path}: this run has no live buffer that others may look at, and none in a checkpoint")
     return inspect(run, rows=rows)
+
+
+def _look_at_live(place: str, rows: int) -> Report:
+    return inspect_owner(place, rows=rows) if place.startswith(SCHEME) else inspect(place, rows=rows)
 
 
 def _reap(*, as_json: bool) -> None:

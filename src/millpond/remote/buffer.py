@@ -20,6 +20,7 @@ from millpond.remote.server import Plan
 from millpond.replay.buffer import ReplayBuffer
 from millpond.replay.storage import Storage
 from millpond.replay.waiting import check_timeout
+from millpond.shm import identity
 from millpond.shm.directory import reap
 from millpond.shm.ownership import Owner as Creator
 
@@ -91,6 +92,18 @@ class RayReplayBuffer(ReplayClient):
             _to_close.add(self)
             atexit.unregister(_close_all)
             atexit.register(_close_all)  # registered after Ray's own, so called before it
+
+    @property
+    def name(self) -> str:
+        """Of the owner in Ray: `connect` finds it by this name, in namespace ``millpond`` unless ``ray_options`` says
+        another."""
+        return self._owner.name
+
+    @property
+    def pid(self) -> int | None:
+        """The owner's process; None where it is on another machine, or in another container."""
+        here = (identity.boot_id(), identity.pid_namespace())
+        return self._owner.pid if self._owner.machine == here else None
 
     def describe(self) -> dict[str, Any]:
         """For people: where the owner is and listens, its clients, traffic and counters."""

@@ -8,8 +8,10 @@ import importlib
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from millpond.core.errors import BufferClosed, DeadlineExceeded, InvalidArgument, NotShareable, PeerLost
@@ -42,7 +44,7 @@ def join(address: str | None) -> None:
 
     What the program did with ``ray.init`` is left alone. Where it did nothing, it is done here: without dashboard,
     usage statistics and log noise. ``address`` None means the cluster that ``$RAY_ADDRESS`` names, or else a new one
-    on this machine.
+    on this machine; ``"local"`` a new one in any case.
 
     Raises ``PeerLost`` where there is no cluster at ``address``.
     """
@@ -52,13 +54,41 @@ def join(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do some day; it warns until then
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": NAMESPACE}
-    if address is None:
-        module.init(include_dashboard=False, **quiet)
+    if address in (None, "local"):
+        module.init(address=address, include_dashboard=False, **quiet)
         return
     try:
         module.init(address=address, **quiet)
     except ConnectionError as problem:
         raise PeerLost(f"no Ray cluster answers at {address!r}: {problem}") from problem
+
+
+@contextlib.contextmanager
+def joined(address: str | None) -> Iterator[bool]:
+    """Be connected to a cluster inside: the one that this process is connected to already, which stays, or else the one
+    at ``address`` (``auto``: on this machine, or of ``$RAY_ADDRESS``; None: a new one on this machine, which ends at
+    the end). Gives whether it is a new one. What the program does at SIGTERM stays as it is.
+
+    Raises ``PeerLost`` where there is no cluster at ``address``.
+    """
+    module = ray()
+    if module.is_initialized():
+        yield False
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        join("local" if address is None else address)
+        _restore(handler)
+        yield address is None
+    finally:
+        module.shutdown()
+        _restore(handler)
+
+
+def _restore(handler: Any) -> None:
+    """Ray sets a handler of its own, which ends the process."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def start(plan: Plan, options: Mapping[str, Any], timeout: float) -> tuple[Any, OwnerAddress]:

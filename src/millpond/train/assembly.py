@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 from contextlib import ExitStack
@@ -14,16 +15,17 @@ from torch import nn
 
 from millpond.collect import Collector, FrameBudget, MultiCollector
 from millpond.collect.rollout_storage import transition_fields
+from millpond.core.errors import PeerLost
 from millpond.core.roles import Algorithm
 from millpond.core.schema import Schema
 from millpond.core.spec import EnvSpec
 from millpond.envs import Stepper, env_spec, make
 from millpond.envs.normalize import ObservedEnv, RunningStatistics
 from millpond.learn.group import LearnerGroup
-from millpond.replay import ReplayBuffer
+from millpond.remote import RayReplayBuffer, cluster
 from millpond.train.algorithms import make_algorithm
 from millpond.train.normalizing import normalized, statistics_size
-from millpond.train.replay import make_replay
+from millpond.train.replay import Replay, make_replay
 from millpond.train.settings import EnvSettings, Settings
 from millpond.weights import WeightBoard
 
@@ -59,16 +61,19 @@ class Parts:
     settings: Settings
     world: World
     algorithm: Algorithm
-    replay: ReplayBuffer
-    collector: Any = None  # Collector | MultiCollector
+    replay: Replay
+    collector: Any = None  # Collector | MultiCollector | RayCollector
     board: WeightBoard | None = None
     budget: FrameBudget | None = None
     group: LearnerGroup | None = None
     """The ranks that learn, where there are several."""
     statistics: RunningStatistics | None = None
     """What all environments have shown, where observations are normalised."""
+    ray_is_ours: bool = False
+    """Whether the run started Ray, and ends it."""
     lives: int = 1
     """Of the collector: this one, and those that earlier parts of the run had."""
+    _write_count: int = 0
     _closing: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -80,6 +85,7 @@ class Parts:
         """
         world, device = look_at_world(settings.env), settings.learner.device
         with ExitStack() as closing:
+            ray_is_ours = settings.on_ray and closing.enter_context(cluster.joined(settings.execution.address))
             statistics = None
             if settings.normalize_observations:
                 statistics = closing.enter_context(RunningStatistics(statistics_size(world.spec)))
@@ -87,7 +93,7 @@ class Parts:
             alone = group or make_algorithm(settings.algorithm, world.spec, seed=settings.seed, device=device)
             algorithm = normalized(settings, alone, world.spec, statistics=statistics, device=device)
             parts = cls(settings, world, algorithm, make_replay(settings, world.schema), group=group)
-            parts.statistics = statistics
+            parts.statistics, parts.ray_is_ours = statistics, ray_is_ours
             closing.callback(parts.replay.close)
             if group is not None:
                 closing.callback(group.close)
@@ -114,7 +120,13 @@ class Parts:
                 self.collector = Collector(env, self.algorithm.policy, **arguments)
             else:
                 self.board = WeightBoard(self.algorithm.published, version=self.algorithm.steps)
-                self.collector = MultiCollector(
+                make_collector: Any = MultiCollector
+                if settings.on_ray:
+                    from millpond.collect import RayCollector
+
+                    options = settings.execution.collector.ray_options
+                    make_collector = functools.partial(RayCollector, ray_options=options)
+                self.collector = make_collector(
                     env,
                     acting_copy(self.algorithm.policy, device=settings.learner.device),
                     num_workers=settings.collectors,
@@ -148,9 +160,43 @@ class Parts:
         return self.budget.collected if self.budget is not None else 0
 
     @property
+    def write_count(self) -> int:
+        """Items that replay was ever given; where its process has died, as far as was heard."""
+        with contextlib.suppress(PeerLost):
+            self._write_count = self.replay.write_count
+        return self._write_count
+
+    def replay_stats(self) -> dict[str, Any]:
+        """Of replay, now."""
+        stats = self.replay.stats()
+        self._write_count = stats["write_count"]
+        return stats
+
+    @property
     def written_frames(self) -> int:
         """Frames that replay was ever given."""
-        return self.replay.write_count * (self.settings.sequence_length or 1)
+        return self.write_count * (self.settings.sequence_length or 1)
+
+    @property
+    def live_replay(self) -> str:
+        """Where others find the replay while the run goes on: a directory, or a name in Ray; "": they cannot."""
+        if isinstance(self.replay, RayReplayBuffer):
+            return f"{cluster.SCHEME}{cluster.NAMESPACE}/{self.replay.name}"
+        return "" if self.settings.synchronous else self.replay.handle().path
+
+    @property
+    def replay_pid(self) -> int | None:
+        """The process on this host, besides this one, that holds the replay."""
+        return self.replay.pid if isinstance(self.replay, RayReplayBuffer) else None
+
+    @property
+    def payload_bytes_through_ray(self) -> int | None:
+        """Bytes of transitions, in and out of replay, that went through Ray; None where they are meant to, or no part
+        is on Ray."""
+        if not isinstance(self.replay, RayReplayBuffer) or self.settings.replay.transport == "ray":
+            return None
+        traffic = self.replay.describe()["traffic"]
+        return int(traffic["ray_in"] + traffic["ray_out"])
 
     # ------------------------------------------------------------------ ending
     def stop_collecting(self) -> None:
@@ -183,6 +229,8 @@ def make_group(settings: Settings, spec: EnvSpec) -> LearnerGroup | None:
         batch_size=settings.replay.batch_size,
         backend="nccl" if learner.backend == "nccl" else "gloo",
         threads=learner.threads,
+        launch="ray" if settings.on_ray else "process",
+        ray_options=settings.execution.learner.ray_options if settings.on_ray else None,
     )
 
 

@@ -67,7 +67,7 @@ def load_tensors(path: Path) -> Any:
 
 def _to_tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value))
+        return torch.from_numpy(np.array(value, order="C"))  # copied: what Ray brings is read-only, in one block
     if isinstance(value, dict):
         return {key: _to_tensors(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

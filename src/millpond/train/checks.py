@@ -49,7 +49,8 @@ class Facts:
 
     ``newest_version`` is the highest policy version seen in replay, ``learnable_frames`` how many frames must carry a
     newer version than 0 if all is well. ``learned`` counts the items of all batches that were learned from.
-    ``payload_bytes_through_ray`` is None where no part of the run is on Ray.
+    ``payload_bytes_through_ray`` is None where no part of the run is on Ray, or where the settings want them there:
+    ``payload_by_ray``.
     """
 
     total_frames: int
@@ -68,6 +69,7 @@ class Facts:
     ratio: Ratio | None = None
     stored: Stored = field(default_factory=Stored)
     payload_bytes_through_ray: int | None = None
+    payload_by_ray: bool = False
     not_finite: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -100,7 +102,7 @@ def run_checks(facts: Facts) -> dict[str, Check]:
             not facts.stored.unfit,
             "; ".join(facts.stored.unfit) or "the fields in replay are as the environment's spaces say",
         ),
-        "payload_beside_ray": _payload_beside_ray(facts.payload_bytes_through_ray),
+        "payload_beside_ray": _payload_beside_ray(facts.payload_bytes_through_ray, facts.payload_by_ray),
     }
     if not facts.complete:
         for name in ("frames_collected", "optimizer_ran", "policy_reached_replay", "policy_explores"):
@@ -153,7 +155,9 @@ def _update_ratio(facts: Facts) -> Check:
     return Check(True, detail)
 
 
-def _payload_beside_ray(nbytes: int | None) -> Check:
+def _payload_beside_ray(nbytes: int | None, wanted: bool) -> Check:
+    if wanted:
+        return Check(True, "replay.transport=ray: the settings want transitions in Ray's object store")
     if nbytes is None:
         return Check(True, "no part of this run is on Ray")
     return Check(nbytes == 0, f"{nbytes} bytes of transitions went through Ray's object store")

@@ -28,7 +28,15 @@ with extra("train"):
 _GROUPS = ("algorithm", "execution", "logger", "profile")
 # What a resumed run cannot change: its checkpoint would mean something else.
 _FIXED = (
-    *("algorithm.name", "algorithm.hidden", "algorithm.initial_alpha", "env", "execution", "seed"),
+    *(
+        "algorithm.name",
+        "algorithm.hidden",
+        "algorithm.initial_alpha",
+        "env",
+        "execution.name",
+        "execution.mode",
+        "seed",
+    ),
     *("normalize_observations", "run_dir", "replay.capacity", "replay.layout"),
 )
 _NOT_COMPARED = ("resume", "run_dir", "dry_run")
@@ -77,6 +85,8 @@ def describe_settings() -> str:
     lines = _describe(root.joinpath("train.yaml").read_text(encoding="utf-8"), "")
     for group in ("execution", "logger"):
         lines += _describe(root.joinpath(group, "local.yaml").read_text(encoding="utf-8"), f"{group}.")
+    ray = root.joinpath("execution", "ray.yaml").read_text(encoding="utf-8")
+    lines += [line for line in _describe(ray, "execution.", "ray") if line[0] != "execution.mode"]
     for group in _GROUPS:
         if len(options := choices(group)) > 1:
             lines.append((group, "|".join(options), "a group of settings, chosen by name"))

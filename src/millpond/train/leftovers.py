@@ -40,12 +40,26 @@ def alone(token: object) -> bool:
     return token not in _meetings
 
 
-def left_behind(before: frozenset[str], *, grace_s: float = _GRACE_S) -> list[str]:
-    """The processes and shared memory that were not there ``before``, and that are there after ``grace_s`` seconds."""
+def left_behind(before: frozenset[str], *, ray_stays: bool = True, grace_s: float = _GRACE_S) -> list[str]:
+    """The processes and shared memory that were not there ``before``, and that are there after ``grace_s`` seconds.
+
+    With ``ray_stays`` those of Ray itself, and its workers without work, may come and go; its actors may not stay.
+    """
     end = time.monotonic() + grace_s
-    while (left := (processes() | segments()) - before) and time.monotonic() < end:
+    while (left := {one for one in _all() - before if not (ray_stays and of_ray(one))}) and time.monotonic() < end:
         time.sleep(0.02)
     return sorted(left)
+
+
+def _all() -> frozenset[str]:
+    return processes() | segments()
+
+
+def of_ray(words: str) -> bool:
+    """Whether this is a process of Ray's own, or a worker of it that is no actor: those call themselves otherwise."""
+    return words.startswith("process ") and any(
+        mark in words for mark in ("(ray::IDLE", "/ray/_private/", "/ray/core/", "/ray/dashboard/")
+    )
 
 
 def segments() -> frozenset[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from tensordict import TensorDict, TensorDictBase
@@ -11,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from millpond.core.errors import InvalidArgument, OutOfDisk, OutOfMemory
 from millpond.core.schema import Schema
 from millpond.flow.limiter import Flow
+from millpond.remote import RayReplayBuffer
 from millpond.replay import (
     HindsightSampler,
     LinearSchedule,
@@ -26,9 +29,12 @@ from millpond.shm.ownership import lives
 from millpond.train.goals import GoalFunction, goal_function
 from millpond.train.settings import Settings
 
+Replay = ReplayBuffer | RayReplayBuffer
 
-def make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
-    """The buffer of a run, for transitions of ``schema``; its memory is allocated, so that too little of it shows now.
+
+def make_replay(settings: Settings, schema: Schema) -> Replay:
+    """The buffer of a run, in this host's memory or in a Ray actor, for transitions of ``schema``; its memory is
+    allocated, so that too little of it shows now.
 
     Raises:
         OutOfMemory, OutOfDisk: there is no room for ``replay.capacity`` items.
@@ -48,10 +54,14 @@ def make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
     return replay
 
 
-def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
+def _make_replay(settings: Settings, schema: Schema) -> Replay:
     replay = settings.replay
     on_cpu = settings.learner.device == "cpu" or settings.learner.world_size > 1
-    return ReplayBuffer(
+    make: Callable[..., Replay] = functools.partial(ReplayBuffer, shared=not settings.synchronous)
+    if settings.on_ray:
+        place = settings.execution.replay.ray_options
+        make = functools.partial(RayReplayBuffer, transport=replay.transport, ray_options=place)
+    return make(
         replay.capacity if replay.path is None else _storage_on_disk(settings, Path(replay.path)),
         sampler=make_sampler(settings),
         batch_size=replay.batch_size,
@@ -68,7 +78,6 @@ def _make_replay(settings: Settings, schema: Schema) -> ReplayBuffer:
         consume_after_n_samples=replay.consume_after_n_samples,
         device=None if on_cpu else settings.learner.device,
         seed=settings.seed,
-        shared=not settings.synchronous,
     )
 
 

@@ -113,7 +113,7 @@ class Reporter:
         rates = self._rates.row(frames=frames, updates=steps)
         row: dict[str, float] = {"updates": steps, "wall_s": self.wall_s, "optim/steps": steps}
         row |= _collect_row(collected) | {"collect/restarts": self.restarts}
-        row |= replay_row(parts.replay.stats(), learning_starts=parts.settings.replay.learning_starts)
+        row |= replay_row(parts.replay_stats(), learning_starts=parts.settings.replay.learning_starts)
         row |= self.meter.row(steps=steps) | ({} if last else rates)
         row |= {"eval/skipped": self._evaluator.skipped, "eval/failed": self._evaluator.failed}
         self._loggers.write(frames, row)
@@ -121,7 +121,7 @@ class Reporter:
     def _look_at_processes(self, stats: Mapping[str, Any]) -> None:
         self.restarts = self._earlier_restarts + int(stats["restarts"])
         pids = [worker["pid"] for worker in stats.get("workers", ()) if worker["pid"]]
-        self.memory.look({*pids, *filter(None, [self._evaluator.pid])})
+        self.memory.look({*pids, *filter(None, [self._evaluator.pid, self._parts.replay_pid])})
 
     def _show(self, rates: tuple[float, float] | None) -> None:
         parts = self._parts

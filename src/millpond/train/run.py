@@ -23,7 +23,7 @@ from millpond.train.checks import Check, clean_shutdown, failed, run_checks
 from millpond.train.compose import changed_settings, save_settings
 from millpond.train.evaluator import Evaluator
 from millpond.train.filming import allow_headless_rendering
-from millpond.train.leftovers import alone, left_behind, one_run, processes, segments
+from millpond.train.leftovers import alone, left_behind, of_ray, one_run, processes, segments
 from millpond.train.log import logging_to
 from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile
 from millpond.train.progress import Progress, make_progress
@@ -87,19 +87,22 @@ def train(
     allow_headless_rendering()
     fork_server.start()
     with ExitStack() as closing, _torch_threads(settings.learner.threads), one_run() as me:
-        before = segments()
+        before = segments() | processes()
         parts, run, restored = _prepare(settings, closing)
         run, settings = run or _new_run(settings, closing), parts.settings
         outcome = Outcome(run, settings, command or machine.command_line())
         if restored:
             outcome.changes = [*restored.state["changes"], *_changes(run, settings, frames=parts.frames)]
-        progress = progress or make_progress()
+        progress, parts_processes = progress or make_progress(), processes()
         loggers = _first_files(parts, run, progress, closing, after_frames=parts.frames if restored else None)
-        before |= processes()  # what a logger keeps beside itself ends with the program
+        # What a logger keeps beside itself ends with the program. Ray starts processes whenever it likes.
+        before |= {one for one in processes() - parts_processes if not of_ray(one)}
         _run(outcome, parts, loggers, stop, progress, restored)
         left = _close(parts)
         if outcome.checks:
-            outcome.checks["clean_shutdown"] = clean_shutdown([*left, *left_behind(before)] if alone(me) else None)
+            outcome.checks["clean_shutdown"] = clean_shutdown(
+                [*left, *left_behind(before, ray_stays=not parts.ray_is_ours)] if alone(me) else None
+            )
         _finish(outcome)
     return outcome
 
@@ -153,7 +156,7 @@ def _first_files(
     settings = parts.settings
     try:
         save_settings(settings, run.config)
-        write_text(run.live_replay, "" if settings.synchronous else parts.replay.handle().path)
+        write_text(run.live_replay, parts.live_replay)
         closing.enter_context(logging_to(run.log, progress))
         loggers = _make_loggers(settings, run, after_frames=after_frames)
     except BaseException as error:
@@ -262,7 +265,7 @@ def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dic
         "total_frames": settings.total_frames,
         "collected_frames": frames,
         "written_frames": parts.written_frames,
-        "write_count": parts.replay.write_count,
+        "write_count": parts.write_count,
         "optimizer_steps": steps,
         "published_version": parts.published_version,
         "eval_return_first": reporter.first_return if reporter else None,

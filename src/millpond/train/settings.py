@@ -11,7 +11,7 @@ import math
 import operator
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -97,11 +97,36 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceSettings:
+    """What each actor of one kind asks Ray for. ``resources`` are the cluster's own, by name."""
+
+    num_cpus: float = 0.0
+    resources: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """As ``ray.remote`` takes them; what is not asked for is not said."""
+        found: dict[str, Any] = {name: value for name, value in dataclasses.asdict(self).items() if value}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlaceSettings(PlaceSettings):
+    """``num_gpus``: for each rank."""
+
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionSettings:
-    """``execution.*``: where things run, and whether they wait for each other."""
+    """``execution.*``: where things run, and whether they wait for each other. All but the first two are for Ray."""
 
     name: str
     mode: str
+    address: str | None = None
+    collector: PlaceSettings = field(default_factory=PlaceSettings)
+    replay: PlaceSettings = field(default_factory=PlaceSettings)
+    learner: LearnerPlaceSettings = field(default_factory=LearnerPlaceSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +184,11 @@ class Settings:
     def synchronous(self) -> bool:
         """Whether collection and learning take turns in one process."""
         return self.execution.mode == "sync"
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether replay, collectors and the ranks but the first are Ray actors."""
+        return self.execution.name == "ray"
 
     @property
     def workers(self) -> int:
@@ -238,7 +268,9 @@ def build(kind: type[Any], values: Any, path: str) -> Any:
     hints = typing.get_type_hints(kind)
     prefix = f"{path}." if path else ""
     optional = {  # what was added since: runs that were saved before do not say it
-        field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING
+        one.name
+        for one in dataclasses.fields(kind)
+        if one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
     }
     unknown, missing = sorted(set(values) - set(hints)), sorted(set(hints) - set(values) - optional)
     if unknown:
@@ -278,6 +310,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
 
+
+# Ways to reach replay, by where the run is executed.
+TRANSPORTS = {"local": ("auto", "shm"), "ray": ("auto", "shm", "gloo", "ray")}
 
 # The smallest value that each setting may have; None, where a setting admits it, is not looked at.
 _LEAST: dict[str, int] = {
@@ -322,15 +357,17 @@ def _check(settings: Settings) -> None:
     if ratio is not None and not 0 < ratio < math.inf:
         raise InvalidArgument(f"replay.samples_per_insert must be above 0, got {ratio:g}")
     _check_choices(settings)
+    _check_execution(settings)
     _check_replay(settings.replay, synchronous=settings.synchronous)
     _check_sizes(settings)
 
 
 def _check_choices(settings: Settings) -> None:
+    if settings.execution.name not in TRANSPORTS:
+        raise InvalidArgument(f"execution.name must be {' or '.join(TRANSPORTS)}, got {settings.execution.name!r}")
     for name, value, choices in (
-        ("execution.name", settings.execution.name, ("local",)),
         ("execution.mode", settings.execution.mode, ("async", "sync")),
-        ("replay.transport", settings.replay.transport, ("shm",)),
+        ("replay.transport", settings.replay.transport, TRANSPORTS[settings.execution.name]),
         ("replay.layout", settings.replay.layout, ("transitions", "sequences")),
         ("replay.sampler", settings.replay.sampler, SAMPLERS),
         ("replay.admission", settings.replay.admission, ("overwrite", "block")),
@@ -346,6 +383,33 @@ def _check_choices(settings: Settings) -> None:
         raise InvalidArgument(f"execution.mode=sync needs learner.device=cpu, got {settings.learner.device!r}")
     if settings.learner.backend == "nccl" and settings.learner.device == "cpu":
         raise InvalidArgument("learner.backend=nccl needs learner.device=cuda: gradients travel between GPUs")
+
+
+def _check_execution(settings: Settings) -> None:
+    """What an execution does not use is refused, not ignored."""
+    execution = settings.execution
+    if execution.name == "local":
+        if execution != ExecutionSettings(name="local", mode=execution.mode):
+            raise InvalidArgument("execution.address and the resources of parts are for execution=ray")
+        return
+    for name, asked, reason in (
+        ("execution.mode=sync", settings.synchronous, "takes turns in one process"),
+        ("normalize_observations=true", settings.normalize_observations, "keeps what was shown in this host's memory"),
+        ("replay.path", settings.replay.path is not None, "is a folder of this host"),
+    ):
+        if asked:
+            raise InvalidArgument(f"{name} {reason}: it needs execution=local")
+    for part in ("collector", "replay", "learner"):
+        place: PlaceSettings = getattr(execution, part)
+        amounts = {"num_cpus": place.num_cpus, "num_gpus": getattr(place, "num_gpus", 0), **place.resources}
+        for resource, amount in amounts.items():
+            if not isinstance(amount, int | float) or isinstance(amount, bool) or not 0 <= amount < math.inf:
+                raise InvalidArgument(f"execution.{part}: {resource} must be a number, at least 0, got {amount!r}")
+    if settings.learner.world_size == 1 and execution.learner != LearnerPlaceSettings():
+        raise InvalidArgument(
+            "execution.learner is for the ranks but the first, which runs in this command, and learner.world_size=1 has"
+            " no other"
+        )
 
 
 SAMPLERS = ("uniform", "prioritized", "without_replacement", "hindsight")

@@ -236,7 +236,7 @@ class Trainer:
             total_frames=settings.total_frames,
             collected_frames=parts.frames,
             written_frames=parts.written_frames,
-            written_items=parts.replay.write_count,
+            written_items=parts.write_count,
             optimizer_steps=steps,
             published_version=parts.published_version,
             newest_version=meter.newest_version,
@@ -249,6 +249,8 @@ class Trainer:
             ratio=self._ratio(),
             stored=look_at_stored(replay, parts.world.spec, time=settings.sequence_length),
             not_finite=not_finite,
+            payload_bytes_through_ray=parts.payload_bytes_through_ray,
+            payload_by_ray=settings.replay.transport == "ray",
         )
 
     def _ratio(self) -> Ratio:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from millpond.core.errors import InvalidArgument, Unsatisfiable
 from millpond.train.compose import choices, settings_from_overrides
+from millpond.train.run import dry_run
 
 ALL = list(itertools.product(choices("algorithm"), choices("profile"), choices("execution")))
 
@@ -33,3 +36,30 @@ def test_every_combination_composes(algorithm: str, profile: str, execution: str
 def test_all_profiles_are_there() -> None:
     wanted = {"smoke", "default", "scale", "scale_8gpu", "humanoid_scale_8gpu"}
     assert wanted <= set(choices("profile"))
+
+
+def test_a_dry_run_plans_for_a_larger_machine_and_says_what_does_not_fit_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millpond.train.plan.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    told = dry_run(settings_from_overrides(["profile=scale_8gpu", "execution=ray"]))
+    assert "# collectors: 4 × a Ray actor\n" in told
+    assert "# learner: this command and 3 × a Ray actor (num_gpus 1)\n" in told
+    assert "# environments: 100,000\n" in told
+    assert "# batch of each rank: 4,096 of 16,384 items\n" in told
+    assert "in all, the first after 10,000,000 items" in told
+    assert "does not fit here: replay and rollouts need" in told
+    assert "learner.world_size=4 needs 4 GPUs, and there are 1" in told
+    small = dry_run(settings_from_overrides(["profile=smoke", "algorithm=td3"]))
+    assert "# fits on this machine\n" in small
+    assert "# updates: 1 for each item, 1,200 in all" in small
+
+
+def test_a_dry_run_refuses_what_fits_nowhere() -> None:
+    words = ["replay.max_debt=1000", "replay.samples_per_insert=10", "collect.frames_per_batch=1000"]
+    with pytest.raises(Unsatisfiable, match=r"replay\.max_debt"):
+        dry_run(settings_from_overrides(words))
+
+
+def test_a_dry_run_refuses_a_place_on_disk_that_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="exists already"):
+        dry_run(settings_from_overrides([f"replay.path={tmp_path}"]))

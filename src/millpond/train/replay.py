@@ -45,13 +45,45 @@ def make_replay(settings: Settings, schema: Schema) -> Replay:
         replay = _make_replay(settings, schema)
     except OutOfMemory as error:
         raise OutOfMemory(f"replay.capacity={settings.replay.capacity}: {error}") from None
-    try:  # neither waits; both refuse what no wait could help
-        replay.wait_until_sampleable(timeout=0)
-        replay.wait_until_writable(settings.items_per_batch, timeout=0)
+    try:
+        _check_waits(replay, settings)
     except BaseException:
         replay.close()
         raise
     return replay
+
+
+def check_replay(settings: Settings) -> None:
+    """As `make_replay`, without the memory: raises Unsatisfiable and InvalidArgument as that does."""
+    replay = settings.replay
+    if replay.path is not None:
+        _check_free(Path(replay.path))
+    with ReplayBuffer(
+        replay.capacity,
+        sampler=make_sampler(settings),
+        batch_size=replay.batch_size,
+        flow=_flow(settings),
+        consume_after_n_samples=replay.consume_after_n_samples,
+    ) as buffer:
+        _check_waits(buffer, settings)
+
+
+def _check_waits(replay: Replay, settings: Settings) -> None:
+    """Neither waits; both refuse what no wait could help."""
+    replay.wait_until_sampleable(timeout=0)
+    replay.wait_until_writable(settings.items_per_batch, timeout=0)
+
+
+def _flow(settings: Settings) -> Flow:
+    replay = settings.replay
+    return Flow(
+        min_size=replay.learning_starts,
+        samples_per_insert=settings.samples_per_insert,
+        max_debt=settings.max_debt,
+        admission="block" if replay.admission == "block" else "overwrite",
+        high_watermark=replay.high_watermark,
+        low_watermark=replay.low_watermark,
+    )
 
 
 def _make_replay(settings: Settings, schema: Schema) -> Replay:
@@ -65,14 +97,7 @@ def _make_replay(settings: Settings, schema: Schema) -> Replay:
         replay.capacity if replay.path is None else _storage_on_disk(settings, Path(replay.path)),
         sampler=make_sampler(settings),
         batch_size=replay.batch_size,
-        flow=Flow(
-            min_size=replay.learning_starts,
-            samples_per_insert=settings.samples_per_insert,
-            max_debt=settings.max_debt,
-            admission="block" if replay.admission == "block" else "overwrite",
-            high_watermark=replay.high_watermark,
-            low_watermark=replay.low_watermark,
-        ),
+        flow=_flow(settings),
         schema=schema if settings.sequence_length is None else of_sequences(schema, settings.sequence_length),
         prefetch=replay.prefetch,
         consume_after_n_samples=replay.consume_after_n_samples,
@@ -92,8 +117,7 @@ def _storage_on_disk(settings: Settings, path: Path) -> MappedStorage:
         if lives(path):
             raise InvalidArgument(f"replay.path={path}: a living process uses that buffer")
         shutil.rmtree(path)
-    if path.exists():
-        raise InvalidArgument(f"replay.path={path} exists already: remove it, or name another place")
+    _check_free(path)
     with contextlib.suppress(FileExistsError):
         try:
             path.parent.mkdir(parents=True)
@@ -102,6 +126,11 @@ def _storage_on_disk(settings: Settings, path: Path) -> MappedStorage:
                 raise
             raise OutOfDisk(error.errno, f"{error.strerror}: replay.path={path}") from None
     return MappedStorage(settings.replay.capacity, path)
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise InvalidArgument(f"replay.path={path} exists already: remove it, or name another place")
 
 
 def make_sampler(settings: Settings) -> Sampler | None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from millpond.core.errors import OutOfDisk
-from millpond.shm.free_memory import readable
 from millpond.train import fork_server, machine
-from millpond.train.assembly import Parts
+from millpond.train.assembly import Parts, look_at_world
 from millpond.train.checkpoint import read_parts
 from millpond.train.checks import Check, clean_shutdown, failed, run_checks
 from millpond.train.compose import changed_settings, save_settings
@@ -26,7 +25,9 @@ from millpond.train.filming import allow_headless_rendering
 from millpond.train.leftovers import alone, left_behind, of_ray, one_run, processes, segments
 from millpond.train.log import logging_to
 from millpond.train.loggers import EventsFile, Logger, Loggers, MetricsFile
+from millpond.train.plan import plan_run
 from millpond.train.progress import Progress, make_progress
+from millpond.train.replay import check_replay
 from millpond.train.report import write_report
 from millpond.train.reporting import Reporter
 from millpond.train.run_state import Checkpoints, RunDirectory, default_run_directory, write_json, write_text
@@ -287,22 +288,29 @@ def _summarize(outcome: Outcome, parts: Parts, reporter: Reporter | None) -> dic
 
 
 def dry_run(settings: Settings) -> str:
-    """Check everything that can be checked without starting anything; tell the sizes and the settings.
+    """Check everything that can be checked without starting anything; tell the settings and the plan.
+
+    A new run takes no memory for its replay and touches no GPU, so that a plan for a larger machine can be made here:
+    it tells what does not fit. One that is resumed is loaded.
 
     Raises:
-        InvalidArgument, OutOfMemory: what the run itself would raise.
+        InvalidArgument, Unsatisfiable: what the run itself would raise anywhere.
     """
     from omegaconf import OmegaConf
 
     check_loggers(settings.logger)
     allow_headless_rendering()
     with ExitStack() as closing:
-        parts, run, _ = _prepare(settings, closing)
-        if run is None and settings.run_dir is not None:
-            RunDirectory.check_free(Path(settings.run_dir))
-        nbytes, capacity = parts.world.schema.row_nbytes, settings.replay.capacity
-    sizes = f"{nbytes} bytes per item, {readable(nbytes * capacity)} for {capacity:,} items"
-    return f"{OmegaConf.to_yaml(OmegaConf.create(settings.to_dict()))}# replay: {sizes}; nothing was started"
+        if settings.resume is not None:
+            world = _prepare(settings, closing)[0].world
+        else:
+            world = look_at_world(settings.env)
+            check_replay(settings)
+            check_films(settings)
+            if settings.run_dir is not None:
+                RunDirectory.check_free(Path(settings.run_dir))
+        plan = plan_run(settings, world)
+    return f"{OmegaConf.to_yaml(OmegaConf.create(settings.to_dict()))}{plan}\n# nothing was started"
 
 
 # ---------------------------------------------------------------------- surroundings

@@ -191,7 +191,7 @@ def test_help_offers_no_choice_where_there_is_none():
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("algorithm.lr=1", "did you mean algorithm.actor_lr or algorithm.critic_lr?"),
+        ("algorithm.lr=1", "did you mean algorithm.actor_lr or algorithm.critic_lr or algorithm.lr_schedule?"),
         ("algorithm.gama=1", "did you mean algorithm.gamma?"),
         ("gamma=1", "did you mean algorithm.gamma?"),
         ("replay.batch=1", "did you mean replay.batch_size?"),
@@ -204,3 +204,21 @@ def test_an_unknown_setting_names_those_that_may_be_meant(word: str, meant: str)
     with pytest.raises(InvalidArgument) as refused:
         settings_from_overrides([word])
     assert meant in str(refused.value)
+
+
+@pytest.mark.parametrize("extra", [[], ["replay.layout=sequences", "collect.frames_per_batch=10"]])
+def test_a_schedule_of_learning_rates_ends_with_the_updates_of_the_run(extra: list[str]) -> None:
+    words = ["total_frames=500", "collectors=1", "replay.learning_starts=20", "replay.batch_size=10", *extra]
+    words += ["replay.samples_per_insert=5", "algorithm.lr_schedule=linear"]
+    items = 50 if extra else 500
+    settings = settings_from_overrides(words)
+    assert settings.algorithm["lr_updates"] == (items - 20) * 5 // 10
+    assert settings_from_overrides([*words, "algorithm.lr_updates=7"]).algorithm["lr_updates"] == 7
+    longer = {**settings.to_dict(), "total_frames": 1000}
+    assert Settings.from_dict(longer).algorithm["lr_updates"] == settings.algorithm["lr_updates"]
+
+
+def test_a_schedule_counts_the_updates_of_items_that_are_consumed() -> None:
+    words = ["total_frames=500", "replay.learning_starts=20", "replay.batch_size=10", "algorithm.lr_schedule=cosine"]
+    settings = settings_from_overrides([*words, "replay.consume_after_n_samples=3"])
+    assert settings.algorithm["lr_updates"] == 150

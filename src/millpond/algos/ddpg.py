@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from millpond.algos.exploration import GaussianNoise, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
-from millpond.algos.nets import MLP, ActionScale, box_action
-from millpond.algos.settings import check_common, check_positive
+from millpond.algos.nets import ActionScale, box_action
+from millpond.algos.own_networks import Networks, check_roles, make_network
+from millpond.algos.settings import OptimizerConfig, check_common, check_positive
 from millpond.algos.transitions import (
     Transitions,
     per_item,
@@ -37,7 +38,7 @@ from millpond.core.spec import EnvSpec
 
 
 @dataclass(frozen=True)
-class DDPGConfig:
+class DDPGConfig(OptimizerConfig):
     """What can be set. Raises InvalidArgument for a value out of its bounds."""
 
     hidden: tuple[int, ...] = (256, 256)
@@ -58,11 +59,23 @@ class DDPGConfig:
 class DDPG:
     """DDPG for one continuous action. ``seed`` decides the initial weights and all noise; no global generator is used.
 
+    ``networks`` may hold networks of the user's own, by role: see ``millpond.algos.own_networks``.
+
     Raises:
-        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors.
+        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors; or a network
+            does not fit.
     """
 
-    def __init__(self, spec: EnvSpec, config: DDPGConfig | None = None, *, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: DDPGConfig | None = None,
+        *,
+        seed: int,
+        device: str = "cpu",
+        networks: Networks | None = None,
+    ) -> None:
+        check_roles(networks, ("actor", "critic"), "ddpg")
         self.spec = spec
         self.config = config = config or DDPGConfig()
         self.shard = Shard()
@@ -73,12 +86,12 @@ class DDPG:
         self.scale = ActionScale(action).to(device)
 
         actor_sizes, critic_sizes = [inputs, *config.hidden, outputs], [inputs + outputs, *config.hidden, 1]
-        self.actor = MLP(actor_sizes, generator=generator, tanh_output=True)
-        self.critic = MLP(critic_sizes, generator=generator)
-        self.target_actor = MLP(actor_sizes, generator=generator, tanh_output=True)
-        self.target_critic = MLP(critic_sizes, generator=generator)
-        self.actor_adam = FlatAdam(self.actor.parameters(), lr=config.actor_lr)
-        self.critic_adam = FlatAdam(self.critic.parameters(), lr=config.critic_lr)
+        self.actor = make_network(networks, "actor", actor_sizes, generator=generator, tanh_output=True)
+        self.critic = make_network(networks, "critic", critic_sizes, generator=generator)
+        self.target_actor = make_network(networks, "actor", actor_sizes, generator=generator, tanh_output=True)
+        self.target_critic = make_network(networks, "critic", critic_sizes, generator=generator)
+        self.actor_adam = FlatAdam(self.actor.parameters(), lr=config.actor_lr, config=config)
+        self.critic_adam = FlatAdam(self.critic.parameters(), lr=config.critic_lr, config=config)
         self.actor_target = FlatParameters(self.target_actor.parameters()).freeze()
         self.critic_target = FlatParameters(self.target_critic.parameters()).freeze()
         self.actor_target.values.copy_(self.actor_adam.values)
@@ -127,7 +140,7 @@ class DDPG:
         q = self._q(self.target_critic, t.next_observation, self.target_actor(t.next_observation))
         return t.reward + t.discount * q
 
-    def _q(self, critic: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
+    def _q(self, critic: nn.Module, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """The critic on actions in ``[-1, 1]``: ``[B]``."""
         q: Tensor = critic(torch.cat([observation, action], -1), frozen=frozen)
         return q.squeeze(-1)
@@ -139,7 +152,7 @@ class DDPG:
             self.shard.reduce_gradients(adam.gradients)
         refuse_huge_gradients([adam.gradients for adam, _ in pairs], batch, step=self.steps)
         for adam, target in pairs:
-            adam.step()
+            adam.step(self.steps)
             target.values.lerp_(adam.values, self.config.tau)
         self.steps += 1
 

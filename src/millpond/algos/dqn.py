@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from millpond.algos.exploration import EpsilonGreedy, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
-from millpond.algos.nets import MLP
-from millpond.algos.settings import check_between, check_common, check_positive
+from millpond.algos.own_networks import Networks, check_roles, make_network
+from millpond.algos.settings import OptimizerConfig, check_between, check_common, check_positive
 from millpond.algos.transitions import (
     Transitions,
     per_item,
@@ -39,7 +39,7 @@ from millpond.core.spec import DiscreteAction, EnvSpec
 
 
 @dataclass(frozen=True)
-class DQNConfig:
+class DQNConfig(OptimizerConfig):
     """What can be set. Raises InvalidArgument for a value out of its bounds."""
 
     hidden: tuple[int, ...] = (120, 84)
@@ -67,11 +67,23 @@ class DQNConfig:
 class DQN:
     """DQN for one discrete action. ``seed`` decides the initial weights and all noise; no global generator is used.
 
+    ``networks`` may hold networks of the user's own, by role: see ``millpond.algos.own_networks``.
+
     Raises:
-        InvalidArgument: ``spec`` has a continuous action, or an observation that is not made of vectors.
+        InvalidArgument: ``spec`` has a continuous action, or an observation that is not made of vectors; or a network
+            does not fit.
     """
 
-    def __init__(self, spec: EnvSpec, config: DQNConfig | None = None, *, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: DQNConfig | None = None,
+        *,
+        seed: int,
+        device: str = "cpu",
+        networks: Networks | None = None,
+    ) -> None:
+        check_roles(networks, ("critic",), "dqn")
         if not isinstance(spec.action, DiscreteAction):
             raise InvalidArgument(f"dqn needs a discrete action, and this environment has {spec.action}; try sac")
         self.spec = spec
@@ -80,9 +92,9 @@ class DQN:
         self.steps = 0
         generator = torch.Generator(device).manual_seed(seed)
         sizes = [spec.observation_size, *config.hidden, spec.action.n]
-        self.network = MLP(sizes, generator=generator)
-        self.target_network = MLP(sizes, generator=generator)
-        self.adam = FlatAdam(self.network.parameters(), lr=config.lr)
+        self.network = make_network(networks, "critic", sizes, generator=generator)
+        self.target_network = make_network(networks, "critic", sizes, generator=generator)
+        self.adam = FlatAdam(self.network.parameters(), lr=config.lr, config=config)
         self.target = FlatParameters(self.target_network.parameters()).freeze()
         self.target.values.copy_(self.adam.values)
         self.exploration = EpsilonGreedy(
@@ -139,7 +151,7 @@ class DQN:
     def _apply(self, batch: TensorDictBase) -> None:
         self.shard.reduce_gradients(self.adam.gradients)
         refuse_huge_gradients([self.adam.gradients], batch, step=self.steps)
-        self.adam.step()
+        self.adam.step(self.steps)
         self.steps += 1
         if self.steps % self.config.target_interval == 0:
             self.target.values.lerp_(self.adam.values, self.config.tau)

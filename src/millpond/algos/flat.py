@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from millpond.algos.settings import OptimizerConfig
 from millpond.core.errors import CheckpointError, InvalidArgument
 
 
@@ -52,15 +53,24 @@ class FlatParameters:
 
 
 class FlatAdam(FlatParameters):
-    """Flat parameters with their Adam: ``zero_grad()``, ``backward()``, ``step()``. One fused call per step.
+    """Flat parameters with their Adam: ``zero_grad()``, ``backward()``, ``step(update)``. One fused call per step.
 
-    Adam as in Kingma and Ba, 2015 (arXiv:1412.6980), by ``torch.optim.Adam(fused=True)`` on the flat tensor.
+    Adam as in Kingma and Ba, 2015 (arXiv:1412.6980), by ``torch.optim.Adam(fused=True)`` on the flat tensor. ``config``
+    says how the learning rate falls and where gradients are clipped.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        eps: float = 1e-8,
+        config: OptimizerConfig | None = None,
+    ) -> None:
         super().__init__(parameters)
         leaf = nn.Parameter(self.values)
         leaf.grad = self.gradients
+        self._leaf, self._lr, self._config = leaf, lr, config or OptimizerConfig()
         self._adam = torch.optim.Adam([leaf], lr=lr, eps=eps, fused=True)
         # Adam would make these at its first step. Made here, they can be saved and loaded at any time.
         self._state = {
@@ -70,7 +80,16 @@ class FlatAdam(FlatParameters):
         }
         self._adam.state[leaf] = self._state
 
-    def step(self) -> None:
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        return float(self._adam.param_groups[0]["lr"])
+
+    def step(self, update: int) -> None:
+        """Clip the gradient and apply it. ``update`` is the number of this update, from 0: the rate follows it."""
+        if self._config.max_grad_norm is not None:  # the norm of all its parameters together, after the ranks' mean
+            nn.utils.clip_grad_norm_([self._leaf], self._config.max_grad_norm)
+        self._adam.param_groups[0]["lr"] = self._lr * self._config.lr_share(update)
         self._adam.step()
         # An autocast context around many updates would go on using its half-precision copies of the old weights.
         torch.clear_autocast_cache()

@@ -28,8 +28,9 @@ from torch.nn.functional import softplus
 
 from millpond.algos.exploration import Policy, normal_noise
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
-from millpond.algos.nets import MLP, ActionScale, box_action
-from millpond.algos.settings import check_common, check_positive
+from millpond.algos.nets import ActionScale, box_action
+from millpond.algos.own_networks import Networks, check_roles, make_network
+from millpond.algos.settings import OptimizerConfig, check_common, check_positive
 from millpond.algos.transitions import (
     Transitions,
     per_item,
@@ -44,7 +45,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 @dataclass(frozen=True)
-class SACConfig:
+class SACConfig(OptimizerConfig):
     """What can be set. Raises InvalidArgument for a value out of its bounds."""
 
     hidden: tuple[int, ...] = (256, 256)
@@ -99,11 +100,23 @@ class TanhGaussian(nn.Module):
 class SAC:
     """SAC for one continuous action. ``seed`` decides the initial weights and all noise; no global generator is used.
 
+    ``networks`` may hold networks of the user's own, by role: see ``millpond.algos.own_networks``.
+
     Raises:
-        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors.
+        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors; or a network
+            does not fit.
     """
 
-    def __init__(self, spec: EnvSpec, config: SACConfig | None = None, *, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: SACConfig | None = None,
+        *,
+        seed: int,
+        device: str = "cpu",
+        networks: Networks | None = None,
+    ) -> None:
+        check_roles(networks, ("actor", "critic"), "sac")
         self.spec = spec
         self.config = config = config or SACConfig()
         self.shard = Shard()
@@ -115,13 +128,13 @@ class SAC:
         self.target_entropy = -float(outputs) if config.target_entropy is None else config.target_entropy
 
         critic_sizes = [inputs + outputs, *config.hidden, 1]
-        self.actor = MLP([inputs, *config.hidden, 2 * outputs], generator=self.generator)
-        self.critics = MLP(critic_sizes, generator=self.generator, copies=2)
-        self.target_critics = MLP(critic_sizes, generator=self.generator, copies=2)
+        self.actor = make_network(networks, "actor", [inputs, *config.hidden, 2 * outputs], generator=self.generator)
+        self.critics = make_network(networks, "critic", critic_sizes, generator=self.generator, copies=2)
+        self.target_critics = make_network(networks, "critic", critic_sizes, generator=self.generator, copies=2)
         self.log_alpha = nn.Parameter(torch.full((1,), math.log(config.initial_alpha), device=device))
 
-        self.actor_adam = FlatAdam([*self.actor.parameters(), self.log_alpha], lr=config.actor_lr)
-        self.critic_adam = FlatAdam(self.critics.parameters(), lr=config.critic_lr)
+        self.actor_adam = FlatAdam([*self.actor.parameters(), self.log_alpha], lr=config.actor_lr, config=config)
+        self.critic_adam = FlatAdam(self.critics.parameters(), lr=config.critic_lr, config=config)
         self.target = FlatParameters(self.target_critics.parameters()).freeze()
         self.target.values.copy_(self.critic_adam.values)
 
@@ -183,7 +196,7 @@ class SAC:
         q = self._q(self.target_critics, t.next_observation, action).amin(0)
         return t.reward + t.discount * (q - alpha * log_prob)
 
-    def _q(self, critics: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
+    def _q(self, critics: nn.Module, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """Both critics on actions in ``[-1, 1]``: ``[2, B]``."""
         q: Tensor = critics(torch.cat([observation, action], -1), frozen=frozen)
         return q.squeeze(-1)
@@ -193,8 +206,8 @@ class SAC:
         for adam in (self.critic_adam, self.actor_adam):  # all, before any changes: ranks step together or not at all
             self.shard.reduce_gradients(adam.gradients)
         refuse_huge_gradients([self.critic_adam.gradients, self.actor_adam.gradients], batch, step=self.steps)
-        self.critic_adam.step()
-        self.actor_adam.step()
+        self.critic_adam.step(self.steps)
+        self.actor_adam.step(self.steps)
         self.target.values.lerp_(self.critic_adam.values, self.config.tau)
         self.steps += 1
 

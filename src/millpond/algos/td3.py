@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from millpond.algos.exploration import GaussianNoise, Policy
 from millpond.algos.flat import FlatAdam, FlatParameters, Shard, load_state, save_state
-from millpond.algos.nets import MLP, ActionScale, box_action
-from millpond.algos.settings import check_common, check_positive
+from millpond.algos.nets import ActionScale, box_action
+from millpond.algos.own_networks import Networks, check_roles, make_network
+from millpond.algos.settings import OptimizerConfig, check_common, check_positive
 from millpond.algos.transitions import (
     Transitions,
     per_item,
@@ -36,7 +37,7 @@ from millpond.core.spec import EnvSpec
 
 
 @dataclass(frozen=True)
-class TD3Config:
+class TD3Config(OptimizerConfig):
     """What can be set. Raises InvalidArgument for a value out of its bounds."""
 
     hidden: tuple[int, ...] = (256, 256)
@@ -65,11 +66,23 @@ class TD3Config:
 class TD3:
     """TD3 for one continuous action. ``seed`` decides the initial weights and all noise; no global generator is used.
 
+    ``networks`` may hold networks of the user's own, by role: see ``millpond.algos.own_networks``.
+
     Raises:
-        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors.
+        InvalidArgument: ``spec`` has a discrete action, or an observation that is not made of vectors; or a network
+            does not fit.
     """
 
-    def __init__(self, spec: EnvSpec, config: TD3Config | None = None, *, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: TD3Config | None = None,
+        *,
+        seed: int,
+        device: str = "cpu",
+        networks: Networks | None = None,
+    ) -> None:
+        check_roles(networks, ("actor", "critic"), "td3")
         self.spec = spec
         self.config = config = config or TD3Config()
         self.shard = Shard()
@@ -80,12 +93,12 @@ class TD3:
         self.scale = ActionScale(action).to(device)
 
         actor_sizes, critic_sizes = [inputs, *config.hidden, outputs], [inputs + outputs, *config.hidden, 1]
-        self.actor = MLP(actor_sizes, generator=self.generator, tanh_output=True)
-        self.critics = MLP(critic_sizes, generator=self.generator, copies=2)
-        self.target_actor = MLP(actor_sizes, generator=self.generator, tanh_output=True)
-        self.target_critics = MLP(critic_sizes, generator=self.generator, copies=2)
-        self.actor_adam = FlatAdam(self.actor.parameters(), lr=config.actor_lr)
-        self.critic_adam = FlatAdam(self.critics.parameters(), lr=config.critic_lr)
+        self.actor = make_network(networks, "actor", actor_sizes, generator=self.generator, tanh_output=True)
+        self.critics = make_network(networks, "critic", critic_sizes, generator=self.generator, copies=2)
+        self.target_actor = make_network(networks, "actor", actor_sizes, generator=self.generator, tanh_output=True)
+        self.target_critics = make_network(networks, "critic", critic_sizes, generator=self.generator, copies=2)
+        self.actor_adam = FlatAdam(self.actor.parameters(), lr=config.actor_lr, config=config)
+        self.critic_adam = FlatAdam(self.critics.parameters(), lr=config.critic_lr, config=config)
         self.actor_target = FlatParameters(self.target_actor.parameters()).freeze()
         self.critic_target = FlatParameters(self.target_critics.parameters()).freeze()
         self.actor_target.values.copy_(self.actor_adam.values)
@@ -142,7 +155,7 @@ class TD3:
         action = (self.target_actor(t.next_observation) + noise).clamp(-1, 1)
         return t.reward + t.discount * self._q(self.target_critics, t.next_observation, action).amin(0)
 
-    def _q(self, critics: MLP, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
+    def _q(self, critics: nn.Module, observation: Tensor, action: Tensor, *, frozen: bool = False) -> Tensor:
         """Both critics on actions in ``[-1, 1]``: ``[2, B]``."""
         q: Tensor = critics(torch.cat([observation, action], -1), frozen=frozen)
         return q.squeeze(-1)
@@ -154,7 +167,7 @@ class TD3:
             self.shard.reduce_gradients(adam.gradients)
         refuse_huge_gradients([adam.gradients for adam in adams], batch, step=self.steps)
         for adam in adams:
-            adam.step()
+            adam.step(self.steps)
         if actor_too:
             self.critic_target.values.lerp_(self.critic_adam.values, self.config.tau)
             self.actor_target.values.lerp_(self.actor_adam.values, self.config.tau)

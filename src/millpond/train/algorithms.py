@@ -11,7 +11,8 @@ import torch
 from millpond.core.errors import InvalidArgument
 from millpond.core.roles import Algorithm
 from millpond.core.spec import EnvSpec
-from millpond.train.settings import build
+from millpond.learn.acceleration import accelerate, check_acceleration
+from millpond.train.settings import LearnerSettings, build
 
 _ALGORITHMS = {
     "sac": ("millpond.algos.sac", "SAC", "SACConfig"),
@@ -19,6 +20,20 @@ _ALGORITHMS = {
     "ddpg": ("millpond.algos.ddpg", "DDPG", "DDPGConfig"),
     "td3": ("millpond.algos.td3", "TD3", "TD3Config"),
 }
+
+
+def make_learning_algorithm(
+    settings: Mapping[str, Any], learner: LearnerSettings, spec: EnvSpec, *, seed: int, device: str
+) -> Algorithm:
+    """The algorithm as ``make_algorithm`` makes it, as fast as ``learner`` asks for.
+
+    Raises:
+        InvalidArgument: what ``make_algorithm`` raises; or what was asked for cannot be had on ``device``.
+    """
+    algorithm = make_algorithm(settings, spec, seed=seed, device=device)
+    check_acceleration(compiled=learner.compile, amp=learner.amp, device=device)
+    accelerate(algorithm, compiled=learner.compile, amp=learner.amp, device=device)
+    return algorithm
 
 
 def make_algorithm(settings: Mapping[str, Any], spec: EnvSpec, *, seed: int, device: str = "cpu") -> Algorithm:
@@ -30,6 +45,8 @@ def make_algorithm(settings: Mapping[str, Any], spec: EnvSpec, *, seed: int, dev
     """
     values = dict(settings)
     name = values.pop("name")
+    if values.get("target_entropy") == "auto":
+        values["target_entropy"] = None
     if name not in _ALGORITHMS:
         raise InvalidArgument(f"algorithm.name={name} is unknown; there are: {', '.join(_ALGORITHMS)}")
     module_name, algorithm_name, config_name = _ALGORITHMS[name]

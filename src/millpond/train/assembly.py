@@ -23,7 +23,7 @@ from millpond.envs import Stepper, env_spec, make
 from millpond.envs.normalize import ObservedEnv, RunningStatistics
 from millpond.learn.group import LearnerGroup
 from millpond.remote import RayReplayBuffer, cluster
-from millpond.train.algorithms import make_algorithm
+from millpond.train.algorithms import make_learning_algorithm
 from millpond.train.normalizing import normalized, statistics_size
 from millpond.train.replay import Replay, make_replay
 from millpond.train.settings import EnvSettings, Settings
@@ -90,7 +90,7 @@ class Parts:
             if settings.normalize_observations:
                 statistics = closing.enter_context(RunningStatistics(statistics_size(world.spec)))
             group = make_group(settings, world.spec)
-            alone = group or make_algorithm(settings.algorithm, world.spec, seed=settings.seed, device=device)
+            alone = group or _algorithm_on(settings, world.spec, device)
             algorithm = normalized(settings, alone, world.spec, statistics=statistics, device=device)
             parts = cls(settings, world, algorithm, make_replay(settings, world.schema), group=group)
             parts.statistics, parts.ray_is_ours = statistics, ray_is_ours
@@ -218,10 +218,10 @@ class Parts:
 
 def make_group(settings: Settings, spec: EnvSpec) -> LearnerGroup | None:
     """Rank 0 of ``learner.world_size``; the others start when the group does. None: there are none."""
-    learner, seed = settings.learner, settings.seed
+    learner = settings.learner
     if learner.world_size == 1:
         return None
-    make_one = functools.partial(_algorithm_on, settings.algorithm, spec, seed)
+    make_one = functools.partial(_algorithm_on, settings, spec)
     return LearnerGroup(
         make_one(learner.device if learner.backend == "gloo" else "cuda:0"),
         make_one,
@@ -234,8 +234,8 @@ def make_group(settings: Settings, spec: EnvSpec) -> LearnerGroup | None:
     )
 
 
-def _algorithm_on(algorithm: dict[str, Any], spec: EnvSpec, seed: int, device: str) -> Algorithm:
-    return make_algorithm(algorithm, spec, seed=seed, device=device)
+def _algorithm_on(settings: Settings, spec: EnvSpec, device: str) -> Algorithm:
+    return make_learning_algorithm(settings.algorithm, settings.learner, spec, seed=settings.seed, device=device)
 
 
 def acting_copy(policy: nn.Module, *, device: str) -> nn.Module:

@@ -72,6 +72,8 @@ class LearnerSettings:
     device: str
     threads: int
     publish_interval: int
+    compile: bool = False
+    amp: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +176,19 @@ class Settings:
         """
         settings: Settings = build(cls, values, "")
         _check(settings)
-        return settings
+        return settings._with_end_of_schedule()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries that ``from_dict`` takes back."""
         return dataclasses.asdict(self)
+
+    def _with_end_of_schedule(self) -> Settings:
+        """Spell out how many updates a schedule of learning rates lasts: a run that is made longer keeps it."""
+        algorithm = self.algorithm
+        if algorithm.get("lr_schedule", "constant") == "constant" or algorithm.get("lr_updates") is not None:
+            return self
+        updates = max(1, int(self.all_samples / self.replay.batch_size))
+        return dataclasses.replace(self, algorithm={**algorithm, "lr_updates": updates})
 
     @property
     def synchronous(self) -> bool:

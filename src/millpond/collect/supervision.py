@@ -20,6 +20,7 @@ from millpond.replay.waiting import check_timeout
 
 logger = logging.getLogger("millpond.collect")
 _LONG_S = 10.0
+_CLOCKS_S = 1.0  # from one report to the next, the beginning of the same call on another clock moves by less
 KEPT_EVENTS = 128  # transitions that were not stored, of which the latest are told
 
 
@@ -81,7 +82,9 @@ class Watch:
     def look(self, worker: int, line: WorkerLine) -> str | None:
         """Tell of a call that lasts long; what is wrong with a worker that hangs."""
         call, described = line.activity(), self.describe(worker, line)
-        if described is None or self._seen.get(worker) != call:  # a call is judged when it is seen twice
+        before, since = self._seen.get(worker, (None, 0.0))
+        same = before == call[0] and abs(since - call[1]) < _CLOCKS_S
+        if described is None or not same:  # a call is judged when it is seen twice
             self._seen[worker], self._told_s[worker] = call, _LONG_S
             return None
         lasted = time.monotonic() - call[1]

@@ -63,3 +63,10 @@ def test_a_dry_run_refuses_what_fits_nowhere() -> None:
 def test_a_dry_run_refuses_a_place_on_disk_that_is_taken(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="exists already"):
         dry_run(settings_from_overrides([f"replay.path={tmp_path}"]))
+
+
+@pytest.mark.parametrize("part", ["collector", "replay", "learner"])
+def test_resources_of_a_part_are_whatever_nodes_offer(part: str) -> None:
+    words = ["execution=ray", "learner.world_size=2", f"execution.{part}.resources={{simulation: 1}}"]
+    made = settings_from_overrides([*words, f"execution.{part}.resources.room=0.5"])
+    assert getattr(made.execution, part).resources == {"simulation": 1, "room": 0.5}

@@ -114,10 +114,10 @@ def _describe(text: str, prefix: str, only: str | None = None) -> list[tuple[str
 
 
 def _rewrite(word: str) -> str:
-    """``env=ID`` means ``env.id=ID``; arguments of an environment may be new keys."""
+    """``env=ID`` means ``env.id=ID``; arguments of an environment, and resources that nodes offer, may be new keys."""
     if word.startswith("env="):
         return "env.id=" + word.removeprefix("env=")
-    if word.startswith(("env.kwargs.", "env.kwargs=")):
+    if re.match(r"(env\.kwargs|execution\.(collector|replay|learner)\.resources)[.=]", word):
         return "++" + word
     return word
 

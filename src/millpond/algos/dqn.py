@@ -50,6 +50,8 @@ class DQNConfig(OptimizerConfig):
     target_interval: int = 1
     """Updates between two moves of the target network."""
     lr: float = 5e-4
+    dueling: bool = False
+    """One value of the state and one advantage of each action, instead of a value of each action."""
     double: bool = True
     """Choose the next action by the network and value it by the target network (double Q-learning)."""
     epsilon_start: float = 1.0
@@ -62,6 +64,23 @@ class DQNConfig(OptimizerConfig):
         check_positive(self, "lr", "target_interval", "epsilon_frames")
         check_between(self, "epsilon_end", 0.0, self.epsilon_start)
         check_between(self, "epsilon_start", self.epsilon_end, 1.0)
+
+
+class Dueling(nn.Module):
+    """Values of actions, from a ``network`` whose first output is the value V of the state, the others advantages A.
+
+    Q(s, a) = V(s) + A(s, a) − mean over a′ of A(s, a′): Wang et al. 2016 (arXiv:1511.06581), equation 9.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, inputs]`` to ``[B, n]``."""
+        value, advantage = self.network(x).tensor_split([1], dim=-1)
+        answer: Tensor = value + advantage - advantage.mean(-1, keepdim=True)
+        return answer
 
 
 class DQN:
@@ -91,9 +110,11 @@ class DQN:
         self.shard = Shard()
         self.steps = 0
         generator = torch.Generator(device).manual_seed(seed)
-        sizes = [spec.observation_size, *config.hidden, spec.action.n]
-        self.network = make_network(networks, "critic", sizes, generator=generator)
-        self.target_network = make_network(networks, "critic", sizes, generator=generator)
+        sizes = [spec.observation_size, *config.hidden, spec.action.n + config.dueling]
+        made: list[nn.Module] = [make_network(networks, "critic", sizes, generator=generator) for _ in range(2)]
+        if config.dueling:
+            made = [Dueling(each) for each in made]
+        self.network, self.target_network = made
         self.adam = FlatAdam(self.network.parameters(), lr=config.lr, config=config)
         self.target = FlatParameters(self.target_network.parameters()).freeze()
         self.target.values.copy_(self.adam.values)

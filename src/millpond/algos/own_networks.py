@@ -11,6 +11,8 @@ TD3, DDPG      observation → action before its tanh, ``A``            observat
 DQN            (none)                                                 observation → a value for each action, ``n``
 =============  =====================================================  ===========================================
 
+With ``dueling=True`` DQN's has one output more: the value of the state, before the advantages of the actions.
+
 ``A`` is the number of an action's elements. Observations come flat, all fields end to end, as
 ``EnvSpec.observation_size`` counts them; actions come scaled to ``[-1, 1]``.
 """

@@ -342,3 +342,13 @@ class TestItWakes:
 
             with waiters(rb, n, sample, how):
                 rb.extend(rows(0, 4))
+
+
+def test_no_more_than_there_is_leaves_though_the_oldest_is_still_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = made("oldest", 10)
+    counted = install(rb, Meanwhile(monkeypatch, lambda: amend(rb, words.LIVE, 3), before="lock"))
+    assert counted.sample(7) is None
+    state = rb._local.engine.control.peek()
+    assert (state[words.LIVE], state[words.TAIL], state[words.CONSUMED]) == (3, 0, 0)
+    amend(rb, words.LIVE, 10)
+    rb.close()

@@ -347,6 +347,7 @@ def take_oldest(plan: Ints, n: int, numbers_at: int, slots_at: int, out: int) ->
         return SLOW
     if (
         _word(plan, record, TAIL) != tail
+        or _word(plan, record, LIVE) < n
         or _word(plan, record, EMPTIED) != emptied
         or _word(plan, record, REWRITES) != rewrites
     ):

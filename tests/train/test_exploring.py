@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
+import faults
 import pytest
 from runs import run, summary
 
-from millpond.train import assembly
 from millpond.train.exploring import Explored
 
 SYNC = ("execution.mode=sync", "collectors=1")
@@ -22,16 +21,7 @@ SYNC = ("execution.mode=sync", "collectors=1")
 def test_collectors_that_play_the_deterministic_policy_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, words: tuple[str, ...]
 ):
-    def without_noise(self: assembly.Parts, state: Any = None) -> None:
-        exploring, kind = self.algorithm.policy, type(self.algorithm)
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "policy", self.algorithm.evaluation_policy(), raising=False)
-            self.algorithm.policy = self.algorithm.evaluation_policy()  # type: ignore[misc]
-            collect(self, state)
-        self.algorithm.policy = exploring  # type: ignore[misc]
-
-    collect = assembly.Parts.collect
-    monkeypatch.setattr(assembly.Parts, "collect", without_noise)
+    faults.collectors_do_not_explore(monkeypatch)
     discrete = algorithm == "dqn"
     more = [f"algorithm={algorithm}", f"env.kwargs.discrete={discrete}", "replay.learning_starts=60"]
     outcome = run(tmp_path / "run", *words, *more)

@@ -5,123 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import faults
 import pytest
-import torch
 from runs import resume, run, summary
 
-from millpond.collect import rollout_storage
-from millpond.collect.budget import FrameBudget
-from millpond.replay import ReplayBuffer
-from millpond.train import assembly
-from millpond.train import replay as replay_module
 from millpond.train import run as run_module
 from millpond.train.assembly import Parts
 from millpond.train.evaluator import Evaluator
 from millpond.train.leftovers import left_behind
-from millpond.train.meters import UpdateMeter
 
 SYNC = ("execution.mode=sync", "collectors=1")
 ASYNC = ("execution.mode=async", "collectors=2")
 Patch = pytest.MonkeyPatch
 
 
-def never_published(patch: Patch) -> None:
-    patch.setattr(Parts, "publish", lambda parts: None)
-
-
-def published_at_the_end_only(patch: Patch) -> None:
-    publish = Parts.publish
-    patch.setattr(Parts, "publish", lambda parts: publish(parts) if parts.frames == 120 else None)
-
-
-def a_loss_is_nan(patch: Patch) -> None:
-    saw = UpdateMeter.saw
-    patch.setattr(UpdateMeter, "saw", lambda self, batch, metrics: saw(self, batch, {"loss/q": torch.tensor(np.nan)}))
-
-
-def change_one_write(patch: Patch, change: Callable[[Any], Any]) -> None:
-    """The fifth one, of four frames."""
-    extend, calls = ReplayBuffer.extend, iter(range(1000))
-
-    def changed(self: ReplayBuffer, items: Any, **more: Any) -> Any:
-        return extend(self, change(items) if next(calls) == 4 else items, **more)
-
-    patch.setattr(ReplayBuffer, "extend", changed)
-
-
-def replay_drops_a_row(patch: Patch) -> None:
-    change_one_write(patch, lambda items: items[1:])
-
-
-def replay_repeats_a_row(patch: Patch) -> None:
-    change_one_write(patch, lambda items: items[torch.tensor([0, 1, 2, 2])])
-
-
-def change_one_sample(patch: Patch, change: Callable[[Any], Any]) -> None:
-    sample, calls = ReplayBuffer.sample, iter(range(1000))
-
-    def changed(self: ReplayBuffer, *more: Any, **named: Any) -> Any:
-        batch = sample(self, *more, **named)
-        return change(batch) if next(calls) == 30 else batch
-
-    patch.setattr(ReplayBuffer, "sample", changed)
-
-
-def a_batch_is_short(patch: Patch) -> None:
-    change_one_sample(patch, lambda batch: batch[1:])
-
-
-def a_batch_has_time(patch: Patch) -> None:
-    saw, calls = UpdateMeter.saw, iter(range(1000))
-
-    def changed(self: UpdateMeter, batch: Any, metrics: Any) -> None:
-        saw(self, batch.reshape(4, 2) if next(calls) == 30 else batch, metrics)
-
-    patch.setattr(UpdateMeter, "saw", changed)
-
-
-def replay_allows(patch: Patch, factor: float) -> None:
-    flow = replay_module.Flow
-
-    def other(*, samples_per_insert: float, **more: Any) -> Any:
-        return flow(samples_per_insert=factor * samples_per_insert, **more)
-
-    patch.setattr(replay_module, "Flow", other)
-
-
-def too_many_updates(patch: Patch) -> None:
-    replay_allows(patch, 2.0)
-
-
-def too_few_updates(patch: Patch) -> None:
-    replay_allows(patch, 0.5)
-
-
-def another_type_of_field(patch: Patch) -> None:
-    patch.setitem(rollout_storage._FIXED, ("next", "truncated"), np.int8)
-
-
-def a_budget_below_the_target(patch: Patch) -> None:
-    patch.setattr(assembly, "FrameBudget", lambda total: FrameBudget(total - 3))
-
-
 @pytest.mark.parametrize(
     ("fault", "checks"),
     [
-        (never_published, ["weights_published", "policy_reached_replay"]),
-        (published_at_the_end_only, ["policy_reached_replay"]),
-        (a_loss_is_nan, ["metrics_finite"]),
-        (replay_drops_a_row, ["frames_written"]),
-        (replay_repeats_a_row, ["frames_distinct"]),
-        (a_batch_is_short, ["batch_shape"]),
-        (a_batch_has_time, ["batch_shape"]),
-        (too_many_updates, ["update_ratio"]),
-        (too_few_updates, ["update_ratio"]),
-        (another_type_of_field, ["field_shapes"]),
-        (a_budget_below_the_target, ["frames_collected"]),
+        (faults.never_published, ["weights_published", "policy_reached_replay"]),
+        (faults.published_at_the_end_only, ["policy_reached_replay"]),
+        (faults.a_loss_is_nan, ["metrics_finite"]),
+        (faults.replay_drops_a_row, ["frames_written"]),
+        (faults.replay_repeats_a_row, ["frames_distinct"]),
+        (faults.a_batch_is_short, ["batch_shape"]),
+        (faults.a_batch_has_time, ["batch_shape"]),
+        (faults.too_many_updates, ["update_ratio"]),
+        (faults.too_few_updates, ["update_ratio"]),
+        (faults.another_type_of_field, ["field_shapes"]),
+        (faults.a_budget_below_the_target, ["frames_collected"]),
     ],
 )
 def test_each_fault_fails_the_run_with_its_check(
@@ -213,7 +125,7 @@ def test_a_run_that_goes_on_with_other_sizes_passes(tmp_path: Path, words: list[
 def test_a_run_that_goes_on_after_a_failed_update_passes(tmp_path: Path, monkeypatch: Patch):
     """The batch of the update that failed was drawn, and is not learned from."""
     with monkeypatch.context() as patch:
-        change_one_sample(patch, lambda batch: batch.select("action"))
+        faults.change_one_sample(patch, lambda batch: batch.select("action"))
         assert run(tmp_path / "run", *SYNC).status == "failed"
     outcome = resume(tmp_path / "run")
     assert (outcome.problem, outcome.status) == (None, "completed")

@@ -47,8 +47,8 @@ class RunProcess:
     def kill(self) -> None:
         """End it and all that it has started, at once."""
         self._process.kill()
+        self._process.wait()  # only then has the kernel closed its files, by which its shared memory is known as dead
         self.leave(grace_s=0.0)
-        self._process.wait()
 
     def leave(self, *, grace_s: float = 5.0) -> list[str]:
         """What there is of it after its end, once ``grace_s`` seconds have passed, in words. It is ended, too."""
@@ -57,7 +57,9 @@ class RunProcess:
             time.sleep(0.05)
         told = [f"process {pid} ({_command(pid)})" for pid in left]
         end = time.monotonic() + _END_S
-        while left and time.monotonic() < end:
+        killed: set[tuple[int, int]] = set()  # one that is ending has no environment any more
+        while (left or any(identity.alive(*each) for each in killed)) and time.monotonic() < end:
+            killed |= {(pid, identity.start_time(pid)) for pid in left}
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,15 @@ def _status(record: SuiteRecord) -> str:
 def _run_one(run: RunRecord, directory: Path, table: Table, stop: StopSignal, save: Any) -> None:
     words = _words(run, directory)
     run.status, run.exit_code, run.problem, run.checks, run.summary = RUNNING, None, None, {}, {}
-    run.command = " ".join(["millpond", "train", *words])
+    run.command = shlex.join(["millpond", "train", *words])
     save()
-    began, log = time.monotonic(), directory / f"{run.name}.log"
-    process = RunProcess(["train", *words], log=log)
+    began, log, told = time.monotonic(), directory / f"{run.name}.log", directory / run.run_dir / "summary.json"
+    earlier = _written(told)
+    try:
+        process = RunProcess(["train", *words], log=log)
+    except OSError as error:
+        run.status, run.problem = FAILED, f"it could not be started: {error}"
+        return
     try:
         end = _watch(process, run, began, directory / run.run_dir, table, stop)
     except BaseException:  # the second request to stop
@@ -82,7 +88,16 @@ def _run_one(run: RunRecord, directory: Path, table: Table, stop: StopSignal, sa
         raise
     finally:
         run.wall_s = round(time.monotonic() - began, 3)
-    _judge(run, end, directory, log)
+    _judge(run, end, told if _written(told) != earlier else None, log)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Other than before once a file has been replaced."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _words(run: RunRecord, directory: Path) -> list[str]:
@@ -135,9 +150,10 @@ def _moment(path: Path, seconds: float) -> Moment:
     return Moment(seconds, last("collect/frames"), last("optim/steps"), last("eval/return_mean"))
 
 
-def _judge(run: RunRecord, end: _End, directory: Path, log: Path) -> None:
+def _judge(run: RunRecord, end: _End, told: Path | None, log: Path) -> None:
+    """``told`` is the summary that it wrote, or None: that of an earlier part of a resumed run says nothing of this."""
     try:
-        summary = read_json(directory / run.run_dir / "summary.json")
+        summary = {} if told is None else read_json(told)
     except CheckpointError:
         summary = {}
     run.exit_code = end.exit_code
@@ -146,12 +162,13 @@ def _judge(run: RunRecord, end: _End, directory: Path, log: Path) -> None:
     if end.how == TIMEOUT:
         run.status, run.problem = TIMEOUT, f"not done after {run.timeout_s:g} s, and killed"
         return
-    if end.how == INTERRUPTED and end.exit_code != 0:
+    if end.how == INTERRUPTED and end.exit_code != 0 and summary.get("status") != "failed":
         run.status, run.problem = INTERRUPTED, "stopped with the suite"
         return
+    checked = bool(run.checks)
     detail = "; ".join(end.left) or "no process of the run was left"
     run.checks["processes_ended"] = {"ok": not end.left, "detail": detail if not end.left else f"left: {detail}"}
-    if end.exit_code == 0 and not run.failed_checks:
+    if end.exit_code == 0 and checked and not run.failed_checks:
         run.status = PASSED
         return
     run.status = FAILED
@@ -166,5 +183,5 @@ def _problem(run: RunRecord, log: Path) -> str:
         return f"{run.summary['error_type']}: {' '.join(str(run.summary['error']).split())}"[:2000]
     said = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
     code = run.exit_code or 0
-    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}, without a summary"
     return f"{ending}: {said[-1] if said else 'it said nothing'}"

@@ -18,6 +18,9 @@ from millpond.suite.running import run_suite
 from millpond.suite.table import PlainTable
 from millpond.train.supervise import StopSignal
 
+# All in one worker: who looks for what a run has left must not meet the runs of another test.
+pytestmark = pytest.mark.xdist_group("suite")
+
 FAULTY = Path(__file__).parent / "faulty"
 FAULTS = {  # of tests/train/faults.py, with the checks that find each
     "collectors_do_not_explore": ["policy_explores"],

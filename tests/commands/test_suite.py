@@ -23,6 +23,9 @@ from millpond.suite.process import MARK
 from millpond.suite.record import FAILED, PASSED, TIMEOUT, RunRecord, SuiteRecord
 from millpond.suite.table import LiveTable, Moment, PlainTable, cells_of
 
+# All in one worker: who looks for what a run has left must not meet the runs of another test.
+pytestmark = pytest.mark.xdist_group("suite")
+
 WORLDS = Path(__file__).parent.parent / "train"
 SMALL = [
     "env=worlds:Corridor-v0",

@@ -52,14 +52,15 @@ def once_it_learns(path: Path, act: Callable[[], None]) -> threading.Thread:
 def kill_one(name: str) -> None:
     victims = actors(name)
     if victims:
-        os.kill(victims[0].pid, signal.SIGKILL)
+        os.kill(max(victims, key=psutil.Process.create_time).pid, signal.SIGKILL)  # not one that another test has left
 
 
 @pytest.fixture
 def no_actor_stays(ray_session: str) -> Iterator[None]:
+    before = actors()  # of other tests
     yield
-    end = time.monotonic() + PATIENCE_S
-    while left := actors():
+    end = time.monotonic() + 30
+    while left := [each for each in actors() if each not in before]:
         assert time.monotonic() < end, left
         time.sleep(0.05)
 

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_suite import SMALL, SYNC, WORLDS, marked, suite
+from test_suite import SMALL, SYNC, TEST, WORLDS, marked, suite
 
 from millpond.suite.plan import Plan, Planned
 from millpond.suite.record import INTERRUPTED, SuiteRecord
 from millpond.suite.running import run_suite
 from millpond.suite.table import PlainTable
 from millpond.train.supervise import StopSignal
-
-# All in one worker: who looks for what a run has left must not meet the runs of another test.
-pytestmark = pytest.mark.xdist_group("suite")
 
 FAULTY = Path(__file__).parent / "faulty"
 FAULTS = {  # of tests/train/faults.py, with the checks that find each
@@ -33,7 +30,8 @@ FAULTS = {  # of tests/train/faults.py, with the checks that find each
 
 
 @pytest.fixture(autouse=True)
-def faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def faults_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(TEST, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULTY), str(WORLDS), *sys.path]))
 
 

@@ -23,9 +23,7 @@ from millpond.suite.process import MARK
 from millpond.suite.record import FAILED, PASSED, TIMEOUT, RunRecord, SuiteRecord
 from millpond.suite.table import LiveTable, Moment, PlainTable, cells_of
 
-# All in one worker: who looks for what a run has left must not meet the runs of another test.
-pytestmark = pytest.mark.xdist_group("suite")
-
+TEST = "MILLPOND_TEST"  # in the environment of all that a test starts: whose it is
 WORLDS = Path(__file__).parent.parent / "train"
 SMALL = [
     "env=worlds:Corridor-v0",
@@ -43,7 +41,8 @@ SYNC = ["execution.mode=sync", "collectors=1"]
 
 
 @pytest.fixture(autouse=True)
-def worlds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def worlds_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(TEST, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(WORLDS), *sys.path]))
 
 
@@ -53,11 +52,12 @@ def suite(path: Path) -> dict[str, Any]:
 
 
 def marked() -> list[int]:
-    """The processes that belong to a run of a suite."""
+    """The processes that belong to a run of a suite of this test; others may have theirs at the same time."""
     found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+            around = process.environ()
+            if MARK in around and around.get(TEST) == os.environ[TEST] and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_suite import SMALL, SYNC, TEST, WORLDS, marked, suite
+from test_suite import SYNC, TEST, WORLDS, marked, suite
 
 from millpond.suite.plan import Plan, Planned
 from millpond.suite.record import INTERRUPTED, SuiteRecord
 from millpond.suite.running import run_suite
 from millpond.suite.table import PlainTable
 from millpond.train.supervise import StopSignal
+from tests.train.runs import SMALL
 
 FAULTY = Path(__file__).parent / "faulty"
 FAULTS = {  # of tests/train/faults.py, with the checks that find each

@@ -22,21 +22,10 @@ from millpond.suite.plan import plan_suite
 from millpond.suite.process import MARK
 from millpond.suite.record import FAILED, PASSED, TIMEOUT, RunRecord, SuiteRecord
 from millpond.suite.table import LiveTable, Moment, PlainTable, cells_of
+from tests.train.runs import SMALL
 
 TEST = "MILLPOND_TEST"  # in the environment of all that a test starts: whose it is
 WORLDS = Path(__file__).parent.parent / "train"
-SMALL = [
-    "env=worlds:Corridor-v0",
-    "algorithm.hidden=[8]",
-    "total_frames=120",
-    "replay.capacity=500",
-    "replay.learning_starts=20",
-    "replay.batch_size=8",
-    "eval.episodes=2",
-    "eval.interval_frames=0",
-    "logger.tensorboard=false",
-    "logger.interval_frames=10",
-]
 SYNC = ["execution.mode=sync", "collectors=1"]
 
 

@@ -70,3 +70,8 @@ def test_resources_of_a_part_are_whatever_nodes_offer(part: str) -> None:
     words = ["execution=ray", "learner.world_size=2", f"execution.{part}.resources={{simulation: 1}}"]
     made = settings_from_overrides([*words, f"execution.{part}.resources.room=0.5"])
     assert getattr(made.execution, part).resources == {"simulation": 1, "room": 0.5}
+
+
+def test_a_dry_run_refuses_what_a_cpu_cannot_do() -> None:
+    with pytest.raises(InvalidArgument, match="learner.amp=true is for GPUs, and learner.device is cpu"):
+        dry_run(settings_from_overrides(["learner.amp=true"]))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from importlib import resources
 
 from millpond.suite.record import FAILED, PASSED, TIMEOUT, RunRecord, SuiteRecord
-from millpond.train.report import CONTENT_POLICY, checks_table, duration, number
+from millpond.train.report import checks_table, duration, number, page
 from millpond.train.run_state import write_text
 
 _BAD = (FAILED, TIMEOUT)
@@ -20,17 +19,11 @@ def write_page(record: SuiteRecord) -> None:
 
 def render(record: SuiteRecord) -> str:
     """The page as text."""
-    style = resources.files("millpond.train").joinpath("report.css").read_text(encoding="utf-8")
     counts = record.counts()
     figures = {"Runs": len(record.runs), **{status.capitalize(): count for status, count in counts.items() if count}}
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{count}</dd></div>" for name, count in figures.items())
     title = f"Suite {record.mode}"
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)} · millpond</title><style>{style}</style></head><body>",
         f"<header><h1>{escape(title)} {_status(record.status)}</h1><p>{escape(record.command)}</p></header>",
         f'<dl class="figures">{cells}<div><dt>Wall time</dt><dd>{escape(duration(record.wall_s))}</dd></div></dl>',
         "<h2>Runs</h2>",
@@ -38,9 +31,8 @@ def render(record: SuiteRecord) -> str:
         "<h2>Checks</h2>",
         _matrix(record),
         *(part for run in record.runs for part in _details(run)),
-        "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return page(title, parts)
 
 
 def _status(status: str) -> str:

@@ -17,7 +17,7 @@ from millpond.train.chart import Chart, Line, compact
 from millpond.train.loggers import read_metrics
 from millpond.train.run_state import RunDirectory, read_json, write_text
 
-CONTENT_POLICY = (  # the browser itself refuses whatever would need the network
+_POLICY = (  # the browser itself refuses whatever would need the network
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " img-src data:; media-src data: file: 'self'"
 )
@@ -54,16 +54,9 @@ def render(
     videos: Sequence[Path] = (),
 ) -> str:
     """The page as text."""
-    assets = resources.files("millpond.train")
-    style = assets.joinpath("report.css").read_text(encoding="utf-8")
-    script = assets.joinpath("report.js").read_text(encoding="utf-8")
+    script = _asset("report.js")
     title = f"{summary.get('algorithm', '?')} on {summary.get('env', '?')}"
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)} · millpond</title><style>{style}</style></head><body>",
         _header(title, summary),
         '<h2>Curves</h2><div class="charts">',
         *_charts(rows, config),
@@ -75,9 +68,27 @@ def render(
         _table(_flat({name: value for name, value in summary.items() if name != "checks"})),
         "<details open><summary>Configuration</summary>",
         _table(_flat(config)),
-        f"</details><script>{script}</script></body></html>",
+        f"</details><script>{script}</script>",
     ]
-    return "\n".join(parts) + "\n"
+    return page(title, parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page that needs nothing but itself, from what stands in its body."""
+    lines = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)} · millpond</title><style>{_asset('report.css')}</style></head><body>",
+        *parts,
+        "</body></html>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _asset(name: str) -> str:
+    return resources.files("millpond.train").joinpath(name).read_text(encoding="utf-8")
 
 
 def _header(title: str, summary: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from millpond.core.errors import OutOfDisk
+from millpond.learn.acceleration import check_acceleration
 from millpond.train import fork_server, machine
 from millpond.train.assembly import Parts, look_at_world
 from millpond.train.checkpoint import read_parts
@@ -306,6 +307,9 @@ def dry_run(settings: Settings) -> str:
         else:
             world = look_at_world(settings.env)
             check_replay(settings)
+            learner = settings.learner
+            if learner.device == "cpu":  # of a GPU only its own machine can tell
+                check_acceleration(compiled=learner.compile, amp=learner.amp, device=learner.device)
             check_films(settings)
             if settings.run_dir is not None:
                 RunDirectory.check_free(Path(settings.run_dir))
